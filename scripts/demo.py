@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -89,23 +88,12 @@ def show_answer(title: str, chain: Problem, pieces: Iterator[str]) -> None:
     )
 
 
-@contextlib.contextmanager
-def watching(server: Server) -> Iterator[list[dict[str, Any]]]:
-    """States of the cache rank, sampled while a request runs."""
-    states: list[dict[str, Any]] = []
-    stop = threading.Event()
-
-    def sample() -> None:
-        while not stop.wait(0.05):
+def watch(pieces: Iterator[str], server: Server, states: list[dict[str, Any]]) -> Iterator[str]:
+    """Pass an answer on, and look at the cache rank now and then."""
+    for number, piece in enumerate(pieces):
+        if number % 16 == 0:
             states.append(server.cache_rank())
-
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
-        yield states
-    finally:
-        stop.set()
-        thread.join()
+        yield piece
 
 
 def show_cache_rank(
@@ -152,10 +140,10 @@ def main(argv: Sequence[str]) -> int:
         )
         show_answer("Dense: every token attends to everything", chain, ask(client, chain, False))
         before = server.cache_rank()
-        with watching(server) as states:
-            most = SINKS + BUDGET + RECENT + 1
-            title = f"Sparse: at most {most} of {context} tokens, in all layers but the first"
-            show_answer(title, chain, ask(client, chain, True))
+        states: list[dict[str, Any]] = []
+        most = SINKS + BUDGET + RECENT + 1
+        title = f"Sparse: at most {most} of {context} tokens, in all layers but the first"
+        show_answer(title, chain, watch(ask(client, chain, True), server, states))
         time.sleep(0.5)  # the last report
         show_cache_rank(before, states, server.cache_rank())
         console.print(f"\n[dim]server log: {server.log}[/dim]")

@@ -1,9 +1,5 @@
 """Restated pointer chase: a retrieval task whose every step a program can check.
 
-    problem = make_chain(seed=0, facts=128, hops=80)
-    problem.prompt, problem.answer, problem.max_tokens
-    problem.grade(text)
-
 A prompt states key-value pairs in random order; together they form one cycle over random keys. The
 decode walks the cycle from a start key: each key is stated `restatements` times, then its value
 follows, and the value becomes the next key. The words have two roles (`s17` is key 17, `d17` is the
@@ -45,16 +41,11 @@ class Problem:
     """A prompt whose continuation a program can check.
 
     The words carry no `<bos>`: the tokenizer adds it.
-
-    Attributes:
-        prompt: what the model is given, words separated by spaces.
-        answer: the words to decode.
-        successor: the word that a lookup finds, for every word which is looked up.
     """
 
-    prompt: str
-    answer: tuple[str, ...]
-    successor: Mapping[str, str]
+    prompt: str  # words separated by spaces
+    answer: tuple[str, ...]  # the words to decode
+    successor: Mapping[str, str]  # what a lookup finds, for every word which is looked up
 
     @property
     def max_tokens(self) -> int:
@@ -87,9 +78,6 @@ def make_chain(seed: int, facts: int, hops: int, keys: int = 128, restatements: 
     """A deterministic problem: one cycle through `facts` of `keys` keys, stated in random order.
 
     Within one lap, that is `hops` up to `facts`, no hop can be copied from an earlier hop.
-
-    Raises:
-        ValueError: a number is out of range.
     """
     if not 2 <= facts <= keys or hops < 1 or restatements < 1:
         raise ValueError(

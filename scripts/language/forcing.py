@@ -34,12 +34,7 @@ class ForcedTokens(CustomLogitProcessor):
     """Lets a request sample the tokens that it names, and keeps their logits."""
 
     def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
-        """Force the next token of each request that has one left.
-
-        Args:
-            logits: (B, vocabulary), of the requests that have this processor.
-            custom_param_list: their parameters, which SGLang hands over as one object a request.
-        """
+        """Force the next token of each request, a row of the logits, that has one left."""
         rows, next_tokens, files = [], [], []
         for row, params in enumerate(custom_param_list):
             forced = params[_KEY]
@@ -64,17 +59,11 @@ def _reads_prompt(request: Any) -> bool:
 
 
 class Forced(NamedTuple):
-    """A text that was decoded by force.
-
-    Attributes:
-        tokens: the tokens that were forced.
-        file: their logits, (tokens, vocabulary) float32.
-        statistics: what a cache rank's server says of the request; empty without one.
-    """
+    """A text that was decoded by force."""
 
     tokens: list[int]
-    file: Path
-    statistics: dict[str, Any]
+    file: Path  # their logits, (tokens, vocabulary) float32
+    statistics: dict[str, Any]  # what a cache rank's server says of it; empty without one
 
     def log_probabilities(self, first: int = 0) -> NDArray[np.float64]:
         """Log-probabilities of the tokens from `first` on, (tokens, vocabulary)."""
@@ -95,9 +84,6 @@ def force(server: Client, prompt: Sequence[int], tokens: Sequence[int], file: Pa
         prompt: token ids that are read before.
         tokens: the token ids to decode.
         file: is written, see Forced.
-
-    Raises:
-        ServerError: it did not decode these tokens.
     """
     file.unlink(missing_ok=True)
     forced = {"tokens": list(tokens), "file": str(file.absolute()), "step": 0}

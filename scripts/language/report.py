@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from statistics import mean
 from typing import NamedTuple
 
 import msgspec
@@ -24,9 +22,6 @@ MEASURES = {
 }
 """The columns of the first table: a field of Score, and decimals."""
 
-POSITIONS = (0, 16, 64, 128, 256, 1024, 4096)
-"""Divergence by tokens since the transition is averaged from one of these to the next."""
-
 EXPLANATION = """\
 KL is of the dense distribution from the system's, over the whole vocabulary, in nats a token. NLL
 is of the text's own tokens. The ratio is the system's probability over dense decoding's of tokens
@@ -35,43 +30,26 @@ that dense decoding draws: its mean, where a ratio above 1 counts as 1, and its 
 
 
 class Score(Divergence, frozen=True, kw_only=True):
-    """How far a system is from dense decoding on one text, in the tokens that count.
-
-    Attributes:
-        text: its name.
-        system: label, without the budget.
-        budget: k, tokens that each KV head selects; None for a system that selects none.
-        attended: most tokens that a sparse layer attends to.
-        sparse_from: tokens that were decoded before attention was sparse.
-        kl_after_transition: KL of each token from the first that sparse attention predicted, also
-            of those that do not count.
-        late_steps, stale_steps: steps that waited for their selection, and that missed it.
-    """
+    """How far a system is from dense decoding on one text, in the tokens that count."""
 
     text: str
-    system: str
-    budget: int | None
-    attended: int
-    sparse_from: int | None
+    system: str  # label, without the budget
+    budget: int | None  # k, tokens that each KV head selects; None for a system that selects none
+    attended: int  # most tokens that a sparse layer attends to
+    sparse_from: int | None  # tokens that were decoded before attention was sparse
+    # KL of each token from the first that sparse attention predicted, also if it does not count.
     kl_after_transition: list[float]
-    late_steps: int = 0
-    stale_steps: int = 0
+    late_steps: int = 0  # that waited for their selection
+    stale_steps: int = 0  # that missed it
 
 
 class TextRun(Run, kw_only=True):
-    """How scores came about.
+    """How scores came about."""
 
-    Attributes:
-        context: tokens of a text that are read and decoded.
-        scored: the last of them, which count.
-        warm_up: those before, which are decoded while systems become sparse.
-        texts: hashes of the whole texts, by name.
-    """
-
-    context: int
-    scored: int
-    warm_up: int
-    texts: dict[str, str]
+    context: int  # tokens of a text that are read and decoded
+    scored: int  # the last of them, which count
+    warm_up: int  # those before, which are decoded while systems become sparse
+    texts: dict[str, str]  # hashes of the whole texts, by name
 
 
 class Report(msgspec.Struct):
@@ -123,8 +101,6 @@ def markdown(found: Report) -> str:
             cell.names | {score.text: number(score.kl, 4) for score in cell.scores}
             for cell in cells
         ),
-        "## KL by tokens since the transition",
-        table_of(cell.names | _by_position(cell.scores) for cell in cells),
         "## Texts",
         table_of({"text": name, "sha256": sha256[:16]} for name, sha256 in run.texts.items()),
         *describe_failures(run),
@@ -140,15 +116,6 @@ def _measures(scores: Sequence[Score]) -> dict[str, str]:
             for title, (field, digits) in MEASURES.items()
         },
     }
-
-
-def _by_position(scores: Sequence[Score]) -> dict[str, str]:
-    found = {}
-    for start, stop in itertools.pairwise(POSITIONS):
-        values = [kl for score in scores for kl in score.kl_after_transition[start:stop]]
-        if values:
-            found[f"{start + 1} to {stop}"] = number(mean(values), 4)
-    return found
 
 
 def interval(values: Sequence[float], digits: int) -> str:

@@ -22,7 +22,7 @@ from scripts.shared.models import model_config
 from scripts.shared.serving import Client, ServerError, cache_rank_state
 from scripts.shared.streaming import chunks_of, connect
 from scripts.speed.jobs import SEED, Job, Shape, make_prompts
-from scripts.speed.records import STEPS, Measurement, step_times, summarize, wire_between
+from scripts.speed.records import STEPS, Measurement, exchange_between, step_times, summarize
 from sglang_ext.flags import SPARSE_THRESHOLD
 
 REPORT_INTERVAL = 16
@@ -56,11 +56,7 @@ class Plan(NamedTuple):
 
 
 def plan_batch(job: Job, shape: Shape, info: dict[str, Any]) -> Plan:
-    """Decide how long a batch decodes, by what `/server_info` says of the server.
-
-    Raises:
-        NotMeasuredError: it makes no sense, or cannot fit.
-    """
+    """Decide how long a batch decodes, by what `/server_info` says, or that it cannot."""
     threshold, longest = job.engine.get("sparse_threshold"), job.engine["context_length"]
     if threshold is None:
         threshold = SPARSE_THRESHOLD if job.cache_rank else 0
@@ -139,7 +135,7 @@ class _Bench:
                 await self._abort(session)
         summarize(measurement, step_times(witness.arrivals, first, STEPS))
         measurement.prefill_seconds = max(one.arrivals[0][1] for one in self._batch) - begun
-        measurement.wire = wire_between(start, before, after)
+        measurement.exchange = exchange_between(start, before, after)
         if self._job.cache_rank:
             measurement.sparse_steps = min(s.statistics["sparse_steps"] for s in self._batch)
 

@@ -11,15 +11,8 @@ from cache_rank.measure.timeline import Timeline
 from cache_rank.measure.timing import device_seconds
 from cache_rank.messages import MessageBuffers
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import (
-    Row,
-    basis_shape,
-    bulk_shape,
-    down_sizes,
-    projection_shape,
-    up_sizes,
-)
-from cache_rank.residency import bytes_per_token, fixed_bytes, require_format
+from cache_rank.protocol import Row, basis_shape, bulk_shape, down_sizes, projection_shape, up_sizes
+from cache_rank.residency import bytes_per_token, fixed_bytes
 from cache_rank.selector import Selector
 
 LOADED_TOKENS = 4096
@@ -33,11 +26,7 @@ def measure_cache_step(
     """Seconds of steps over `config.max_rows` sequences of so many tokens, whose slots are full.
 
     Queries, keys and values are random numbers that drift.
-
-    Raises:
-        ValueError: the configured format does not exist, or cannot do what is configured.
     """
-    require_format(config)
     rows, model = config.max_rows, config.model
     fill = -(-config.sparse_budget // config.max_swap_tokens)
     pages = rows * -(-(tokens + fill + steps) // PAGE_TOKENS)

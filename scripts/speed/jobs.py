@@ -77,7 +77,7 @@ def make_job(
 ) -> Job:
     """The engine of a system, and its shapes as run; ValueError if there is no such system."""
     system, config = System.parse(label), model_config(options.model)
-    changes = system.server_changes
+    changes = dict(system.changes)
     if system.at_budget:
         budget = changes.pop("sparse_budget", options.sparse_budget)
         shapes = sorted({Shape(shape.batch, budget) for shape in shapes})

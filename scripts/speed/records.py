@@ -17,17 +17,6 @@ STEPS = WINDOW * WINDOWS
 """Decode steps that are measured of a shape, in windows of consecutive ones."""
 
 
-class Wire(msgspec.Struct, frozen=True):
-    """What the exchange did between two states of the inference rank."""
-
-    up_bytes: float  # bytes per step, over all requests
-    down_bytes: float
-    bulk_bytes: float = 0.0  # bytes of all prompts
-    tokens_shipped: float = 0.0  # tokens per step, over all requests
-    late_share: float = 0.0  # share of the steps that waited for an answer
-    wait_ms: float = 0.0  # time waited per step
-
-
 class Measurement(serving.Measurement, kw_only=True):
     """One system at one shape."""
 
@@ -42,12 +31,7 @@ class Measurement(serving.Measurement, kw_only=True):
     prefill_seconds: float | None = None  # time until all requests have a token
     attended_tokens: float | None = None  # of a request and KV head in a step, with a cache rank
     sparse_steps: int | None = None  # steps over a working set, of the request with fewest
-    wire: Wire | None = None
-
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Tokens of the whole batch in a second."""
-        return 1e3 * self.shape.batch / self.mean_ms if self.mean_ms else None
+    exchange: dict[str, float] = msgspec.field(default_factory=dict)  # what a cache rank did
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -77,26 +61,25 @@ def summarize(measurement: Measurement, seconds: Sequence[float]) -> None:
     measurement.p90_ms = quantile(milliseconds, 0.9)
 
 
-def wire_between(
+def exchange_between(
     start: dict[str, Any], before: dict[str, Any], after: dict[str, Any]
-) -> Wire | None:
-    """What the exchange did in the measured steps.
+) -> dict[str, float]:
+    """What the exchange did in the measured steps; nothing without a cache rank.
 
     Args:
         start, before, after: the inference rank's state when the shape began, and around the steps.
     """
-    if not after:
-        return None
 
     def grown(name: str, since: dict[str, Any] = before) -> float:
         return float(after.get(name, 0)) - float(since.get(name, 0))
 
+    if not after:
+        return {}
     steps = max(1.0, grown("steps"))
-    return Wire(
-        up_bytes=grown("up_bytes") / steps,
-        down_bytes=grown("down_bytes") / steps,
-        bulk_bytes=grown("bulk_bytes", start),
-        tokens_shipped=grown("tokens_shipped") / steps,
-        late_share=grown("steps_waited") / steps,
-        wait_ms=1e3 * grown("wait_seconds") / steps,
-    )
+    return {
+        "late steps %": 100 * grown("steps_waited") / steps,
+        "wait ms": 1e3 * grown("wait_seconds") / steps,
+        "up MB/step": 1e-6 * grown("up_bytes") / steps,
+        "down MB/step": 1e-6 * grown("down_bytes") / steps,
+        "bulk GB": 1e-9 * grown("bulk_bytes", start),
+    }

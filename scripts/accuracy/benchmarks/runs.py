@@ -64,26 +64,17 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Record(msgspec.Struct):
-    """What was run; `run.json`.
+    """What was run; `run.json`."""
 
-    Attributes:
-        benchmark: its name on our command line.
-        command: our command line.
-        dense: requests asked to stay dense.
-        server: what `/server_info` said, less secrets and internal states.
-        counters: what the cache rank counted meanwhile; empty without one.
-        dense_requests: by reason, requests beyond the sparse threshold that had a step which stayed
-            dense; empty where the server does not export metrics.
-        warnings: what a reader of the results has to know.
-    """
-
-    benchmark: str
+    benchmark: str  # its name on our command line
     command: str
-    dense: bool
-    server: dict[str, Any]
-    counters: dict[str, float] = {}
+    dense: bool  # requests asked to stay dense
+    server: dict[str, Any]  # what `/server_info` said, less secrets and internal states
+    counters: dict[str, float] = {}  # what the cache rank counted meanwhile; empty without one
+    # By reason, requests beyond the sparse threshold that had a step which stayed dense; empty
+    # where the server does not export metrics.
     dense_requests: dict[str, int] = {}
-    warnings: list[str] = []
+    warnings: list[str] = []  # what a reader of the results has to know
 
 
 class Run(NamedTuple):
@@ -129,14 +120,7 @@ class EvaluatedServer(Client):
 
 
 def run_benchmark(options: Namespace, command: str) -> Record:
-    """Ask a server every question of a benchmark, and keep the answers.
-
-    Raises:
-        InterruptedError: the harness did not end well; what it has is kept.
-        ModuleNotFoundError: the harness is not installed.
-        OSError: the benchmark has a folder already, or questions cannot be read from the hub.
-        ServerError: the server is not one on which the benchmark means anything.
-    """
+    """Ask a server every question of a benchmark, and keep the answers."""
     importlib.import_module("sgl_eval")  # before a folder is made
     server = EvaluatedServer(options.base_url)
     folder: Path = options.out / options.benchmark
@@ -202,10 +186,8 @@ def run_harness(command: list[str], options: Namespace) -> int:
 def read_run(folder: Path) -> Run:
     """Read what `run_benchmark` left.
 
-    Raises:
-        FileNotFoundError: the folder has no finished run.
-        ValueError: it was interrupted. The answers that it has are the short ones, and their mean
-            is no estimate of anything.
+    ValueError if it was interrupted: the answers that it has are the short ones, and their mean is
+    no estimate of anything.
     """
     record = msgspec.json.decode((folder / "run.json").read_bytes(), type=Record)
     found = next(iter(sorted(folder.glob("sgl_eval_*/metrics.json"))), None)

@@ -14,7 +14,7 @@ from scripts.shared import machine
 from scripts.speed import serving
 from scripts.speed.bench import NotMeasuredError, plan_batch
 from scripts.speed.jobs import Job, Shape
-from scripts.speed.records import Measurement, step_times, summarize, wire_between
+from scripts.speed.records import Measurement, exchange_between, step_times, summarize
 from scripts.speed.report import read_results
 
 SHAPE = Shape(8, 32768)
@@ -70,17 +70,16 @@ class TestStatistics:
         assert measurement.tpot_ms == 2.0
         assert measurement.mean_ms == pytest.approx(2.0)
         assert measurement.p90_ms == 4.0
-        assert measurement.tokens_per_second == pytest.approx(4000.0)
 
-    def test_wire(self) -> None:
+    def test_exchange(self) -> None:
         start = {"bulk_bytes": 5}
         before = {"steps": 10, "up_bytes": 100, "bulk_bytes": 65, "steps_waited": 4}
         after = {"steps": 20, "up_bytes": 300, "bulk_bytes": 65, "steps_waited": 5}
-        wire = wire_between(start, before, after)
-        assert wire is not None
-        assert (wire.up_bytes, wire.down_bytes, wire.bulk_bytes) == (20.0, 0.0, 60.0)
-        assert wire.late_share == pytest.approx(0.1)
-        assert wire_between({}, {}, {}) is None
+        found = exchange_between(start, before, after)
+        assert found["up MB/step"] == pytest.approx(20e-6)
+        assert found["bulk GB"] == pytest.approx(60e-9)
+        assert found["late steps %"] == pytest.approx(10)
+        assert exchange_between({}, {}, {}) == {}
 
 
 INFO: dict[str, Any] = {
@@ -162,8 +161,7 @@ def test_a_system_is_measured_without_a_gpu(tmp_path: Path) -> None:
     assert (ours.system, ours.shape, ours.failure) == ("cache-rank", Shape(2, 400), "")
     assert len(ours.medians) == 3
     assert ours.tpot_ms is not None
-    assert ours.wire is not None
-    assert ours.wire.down_bytes > 0
+    assert ours.exchange["down MB/step"] > 0
     assert row_of((tmp_path / "results.md").read_text(), "2 × 400", "cache-rank")
 
 
