@@ -42,6 +42,7 @@ from scripts.shared.serving import Client
 from scripts.shared.statistics import Estimate, interval
 from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE, INLINE, System
 
+FACTS, AT_ONCE = 128, 64
 REQUEST_SECONDS = 3600.0
 
 SETTINGS: dict[str, Any] = {
@@ -59,10 +60,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("evaluate", __doc__)
     add_options(parser, BUNDLED, (DENSE, *DECODE_MODES, INLINE, CACHE_RANK), (16, 32, 64), SETTINGS)
     add = parser.add_argument
-    add("--facts", type=int, default=128, help="of a chain's table; default: %(default)s")
     add("--hops", type=int, default=80, help="of a chain; default: %(default)s")
     add("--chains", type=int, default=64, help="default: %(default)s")
-    add("--concurrency", type=int, default=64, help="requests at once; default: %(default)s")
     add("--base-url", help="a server that runs already: dense decoding, and one system's name")
     options = read_options(parser, argv, SETTINGS)
     if options.chains < 2:
@@ -105,12 +104,12 @@ class Report(msgspec.Struct):
 
 def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> Report:
     """Ask all systems all chains."""
-    chains = [make_chain(seed, options.facts, options.hops) for seed in range(options.chains)]
+    chains = [make_chain(seed, FACTS, options.hops) for seed in range(options.chains)]
     run = Run(**start_run("evaluate", argv, options))
     outcomes: dict[str, list[Outcome]] = {}
 
     def ask(server: Client, system: System) -> None:
-        with ThreadPoolExecutor(options.concurrency) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             decoded = pool.map(lambda chain: _decode(server, system, chain), chains)
             outcomes[system.label] = list(decoded)
 
@@ -119,18 +118,18 @@ def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> Report:
         for system in systems:
             ask(Client(options.base_url), system)
     else:
-        serve_each(systems, options, _load_of(chains, options.concurrency), run, ask)
+        serve_each(systems, options, _load_of(chains), run, ask)
     dense = outcomes.get(DENSE)
     labels = [system.label for system in systems if system.label in outcomes]
     labels.sort(key=place_of)
     results = [_summarize(label, outcomes[label], dense) for label in labels]
-    return Report(run, len(chains), options.facts, options.hops, results)
+    return Report(run, len(chains), FACTS, options.hops, results)
 
 
-def _load_of(chains: Sequence[Problem], concurrency: int) -> Load:
+def _load_of(chains: Sequence[Problem]) -> Load:
     """What a server has to hold; the tokenizer adds <bos>."""
     prompt = len(chains[0].prompt.split()) + 1
-    requests = min(concurrency, len(chains))
+    requests = min(AT_ONCE, len(chains))
     return Load(requests, requests * (prompt + chains[0].max_tokens), prompt)
 
 

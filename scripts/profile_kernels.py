@@ -1,12 +1,11 @@
-"""Time the kernels of one layer group, and a whole step of the cache rank, on one GPU.
+"""Time the kernels of one layer group of the cache rank on one GPU.
 
     python -m scripts.profile_kernels [--rows 8] [--tokens 32768] [--json FILE]
     python -m scripts.profile_kernels --attend [--queries 1] [--json FILE]
 
 Shapes are Qwen3-8B's, six layers a group. Each kernel stands beside its plain torch reference where
 that runs in reasonable time, with the bytes that it has to move and the share of the bandwidth of a
-large copy in the same run that this makes. The last rows are whole steps of the selector, without
-channels: what a cache rank needs for a step at the least.
+large copy in the same run that this makes.
 
 With `--attend` it times attention of one layer instead, at several shapes: over bfloat16 keys and
 values, over codes that are decoded first, and over codes where they lie. Of these it says how far
@@ -15,18 +14,15 @@ outputs are off those of tokens that are decoded in full (root mean square).
 
 from __future__ import annotations
 
-import itertools
 import json
-import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 
-from cache_rank.config import CacheRankConfig
+from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.gather import gather_step
 from cache_rank.kernels.gather import reference as torch_gather
 from cache_rank.kernels.rows import PagedRows
@@ -39,15 +35,11 @@ from cache_rank.kernels.select import select_step, select_workspace
 from cache_rank.measure.timing import median_microseconds
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.command import make_parser
-from scripts.shared.models import model_config, model_shape
 from scripts.shared.report import number, table_of
 from scripts.speed.attention import attention_table, measure_attention
-from scripts.speed.cache_step import measure_cache_step
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP_LAYERS = 6
-STEPS = 24
-"""So many whole steps are timed."""
 DRIFTS = ((1.0, 0.02), (1.0, 0.1), (0.0, 1.0))
 """Slots are selected again by scores of which a share is left and to which noise is added: from
 hardly any noise to scores that have nothing to do with those before."""
@@ -90,7 +82,7 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
     workspace = score_workspace(*heads, QUERY_HEADS // KV_HEADS, tokens, DEVICE)
     scratch = select_workspace(*heads, budget, config.hysteresis, DEVICE)
 
-    def row(kernel: str, us: float, torch_us: float | None, moved: int) -> dict[str, Any]:
+    def row(kernel: str, us: float, torch_us: float, moved: int) -> dict[str, Any]:
         return {"kernel": kernel, "us": us, "torch_us": torch_us, "bytes": moved}
 
     def score(by: Callable[..., None] = score_step) -> None:
@@ -146,49 +138,33 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
     yield row(f"scatter, {size}", median_microseconds(scatter), plain, moved)
 
 
-def whole_steps(config: CacheRankConfig, tokens: int) -> Iterator[dict[str, Any]]:
-    """Time whole steps of a cache rank, by how it holds keys and what its scores read of them."""
-    for name, residency, keys in (
-        ("keys in bf16", "bf16", "resident"),
-        ("quantspec", "quantspec", "resident"),
-        ("quantspec, scores by a sketch", "quantspec", "sketch"),
-    ):
-        torch.cuda.empty_cache()
-        variant = msgspec.structs.replace(config, kv_residency=residency, score_keys=keys)
-        seconds = measure_cache_step(variant, tokens, STEPS, DEVICE)
-        yield {"kernel": f"whole step, {name}", "us": 1e6 * statistics.median(seconds)}
-    torch.cuda.empty_cache()
-
-
 def measure(rows: int, tokens: int) -> dict[str, Any]:
-    """Time the kernels and the steps of so many sequences of so many tokens; `--json`.
+    """Time the kernels over so many sequences of so many tokens; `--json`.
 
     Says each time as soon as there is one: some kernels take long to compile.
     """
-    model = model_shape(model_config("qwen3-8b"))
+    model = ModelShape(36, QUERY_HEADS, KV_HEADS, HEAD_DIM, "bfloat16", HEAD_DIM**-0.5)
     config = CacheRankConfig(
         model, layers_per_group=GROUP_LAYERS, kv_residency="bf16", max_rows=rows
     )
     bandwidth = copy_bandwidth()
     results: list[dict[str, Any]] = []
-    for row in itertools.chain(kernel_rows(config, rows, tokens), whole_steps(config, tokens)):
+    for row in kernel_rows(config, rows, tokens):
         print(f"{row['kernel']}: {row['us']:.0f} µs", file=sys.stderr, flush=True)
+        row["share"] = row["bytes"] / (1e-6 * row["us"]) / bandwidth
         results.append(row)
-    for row in results:
-        moved = row.get("bytes")
-        row["share"] = moved / (1e-6 * row["us"]) / bandwidth if moved else None
     shape = f"{rows} x {tokens} tokens, {torch.cuda.get_device_name()}"
     return {"shape": shape, "copy_bytes_per_second": bandwidth, "rows": results}
 
 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """A table of the kernels and the steps."""
+    """A table of the kernels."""
     return table_of(
         {
             "kernel": row["kernel"],
             "µs": number(row["us"], 0),
-            "torch, µs": number(row.get("torch_us"), 0),
-            "MB": number(row["bytes"] / 1e6 if "bytes" in row else None, 0),
+            "torch, µs": number(row["torch_us"], 0),
+            "MB": number(row["bytes"] / 1e6, 0),
             "share of copy": number(row["share"]),
         }
         for row in rows

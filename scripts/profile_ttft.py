@@ -15,19 +15,19 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
+from scripts.reasoning.client import send
+from scripts.reasoning.loads import Request
 from scripts.shared import machine
 from scripts.shared.command import command_line, make_parser, run
 from scripts.shared.models import model_config
 from scripts.shared.report import number, provenance, table_of, write_report
 from scripts.shared.serving import Client, Server
-from scripts.shared.streaming import chunks_of, connect
 from scripts.speed import serving
 from scripts.speed.jobs import SEED, Job, Shape, add_engine_options, make_job, make_prompts
 from scripts.speed.serving import Results, measure_all
@@ -82,21 +82,12 @@ def _answer(length: int) -> int:
 
 def ask(client: Client, prompt: list[int], asked: Asked) -> list[int]:
     """Ask, note when the first token came and what was cached, and return the answer."""
-    return asyncio.run(_ask(client.url, prompt, asked))
-
-
-async def _ask(url: str, prompt: list[int], asked: Asked) -> list[int]:
-    parameters = {"max_new_tokens": _answer(len(prompt)), "temperature": 0.0, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": parameters}
-    answer = list[int]()
-    async with asyncio.timeout(REQUEST_SECONDS), connect() as session:
-        sent = time.perf_counter()
-        async for chunk in chunks_of(session, url, body):
-            if not answer:
-                asked.seconds.append(time.perf_counter() - sent)
-                asked.cached.append(chunk["meta_info"]["cached_tokens"])
-            answer += chunk["output_ids"]
-    return answer
+    request = Request(prompt, _answer(len(prompt)))
+    sent = send([client.url], [request], 1, lambda tokens: None)
+    (answer,) = asyncio.run(asyncio.wait_for(sent, REQUEST_SECONDS))
+    asked.seconds.append(answer.times[0] - answer.sent)
+    asked.cached.append(answer.cached)
+    return answer.output
 
 
 def measure(client: Client, job: Job, repeats: int, measurement: Measurement) -> None:

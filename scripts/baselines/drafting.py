@@ -26,15 +26,10 @@ PASS_TOKENS = 32
 
 
 class Seen(NamedTuple):
-    """Queries of a request in a layer.
+    """Queries of a request in a layer."""
 
-    Attributes:
-        start: the position of the first one.
-        queries: (n, Hq, D), one after the other.
-    """
-
-    start: int
-    queries: Tensor
+    start: int  # position of the first one
+    queries: Tensor  # (n, Hq, D), one after the other
 
     def before(self, position: int) -> Tensor:
         """Those before a position."""

@@ -22,7 +22,6 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerFast
 
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
@@ -73,7 +72,9 @@ def write_folder(gguf: Path, folder: Path, dtype: torch.dtype = torch.float32) -
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation)
-    tokenizer(fields).save_pretrained(folder)
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(fields))
+    (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
+    tokenizer(fields).save(str(folder / "tokenizer.json"))
 
 
 def model_config(fields: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def split_halves(weights: NDArray[Any], heads: int) -> NDArray[Any]:
     return pairs.swapaxes(1, 2).reshape(weights.shape)
 
 
-def tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
+def tokenizer(fields: dict[str, Any]) -> Tokenizer:
     """A byte-level BPE that takes digits one by one."""
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
@@ -133,18 +134,23 @@ def tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
     made.decoder = ByteLevelDecoder()
     control = [t for t, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
     made.add_special_tokens(control)
+    return made
+
+
+def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
+    """The content of tokenizer_config.json, which all versions of Transformers read."""
+    tokens = fields["tokenizer.ggml.tokens"]
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     special = {
         f"{name}_token": tokens[fields[f"tokenizer.ggml.{key}_token_id"]]
         for name, key in names.items()
     }
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        clean_up_tokenization_spaces=False,
-        model_max_length=fields["llama.context_length"],
-        chat_template=fields["tokenizer.chat_template"],
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": fields["llama.context_length"],
         **special,
-    )
+    }
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

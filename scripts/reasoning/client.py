@@ -28,6 +28,8 @@ class Answer:
     tokens: array[int] = field(default_factory=lambda: array("q"))  # so far, one entry a chunk
     times: array[float] = field(default_factory=lambda: array("d"))  # when each chunk came
     sparse_steps: int = 0  # over selected tokens
+    cached: int = 0  # tokens of the prompt that were not computed
+    output: list[int] = field(default_factory=list)
 
 
 async def send(
@@ -68,6 +70,8 @@ async def _ask(
             answer.tokens.append(tokens)
             note(tokens - seen)
             seen = tokens
+        answer.output += chunk["output_ids"]
+        answer.cached = meta["cached_tokens"]
         answer.sparse_steps = (meta.get("cache_rank") or {}).get("sparse_steps", 0)
     if seen != request.answer:
         raise ServerError(f"an answer ended after {seen} of {request.answer} tokens")

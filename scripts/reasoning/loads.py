@@ -22,20 +22,13 @@ class Request(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Streams that send their next request when their last one has ended.
+    """Streams that send their next request when their last one has ended; lengths are in tokens."""
 
-    Attributes:
-        name: what `parse` reads.
-        streams: requests at once.
-        least_prompt, most_prompt: tokens of prompts; all lengths between are equally likely.
-        mean_answer, most_answer: tokens of answers; all are alike if these are.
-    """
-
-    name: str
-    streams: int
-    least_prompt: int
+    name: str  # what `parse` reads
+    streams: int  # requests at once
+    least_prompt: int  # all lengths from this to the next are equally likely
     most_prompt: int
-    mean_answer: int
+    mean_answer: int  # all answers are alike if this is the next
     most_answer: int
 
     @classmethod

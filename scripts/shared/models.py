@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cache_rank.config import ModelShape
 from cache_rank.user_cache import cache_folder
 
 BUNDLED = "bundled"
@@ -52,19 +50,3 @@ def model_config(model: str) -> dict[str, Any]:
         names = [*sorted(path.name for path in MODEL_SHAPES.iterdir()), *FETCHED]
         raise ValueError(f"no model {model!r}: a folder, {BUNDLED}, or {', '.join(names)}")
     return dict(json.loads(path.read_text()))
-
-
-def model_shape(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelShape:
-    """The shape of all attention layers of a model, from its config.json."""
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    head_dim = config.get("head_dim") or hidden // heads
-    base = float(config.get("rope_theta") or config.get("rope_parameters", {})["rope_theta"])
-    return ModelShape(
-        config["num_hidden_layers"],
-        heads,
-        config.get("num_key_value_heads") or heads,
-        head_dim,
-        dtype,
-        head_dim**-0.5,
-        tuple(base ** (-2 * pair / head_dim) for pair in range(head_dim // 2)),
-    )

@@ -23,23 +23,14 @@ DECODE_MODES = ("window", "quest", "tova", "oracle")
 
 
 class System(msgspec.Struct, frozen=True):
-    """A way to serve a model.
+    """A way to serve a model."""
 
-    Attributes:
-        name: names it in SYSTEMS.
-        mode: what a decode step attends to: DENSE, one of DECODE_MODES, INLINE, or CACHE_RANK.
-        arguments: server arguments that make it what it is.
-        gpus: GPUs that it needs, where there are any.
-        at_budget: it runs at a context of the sparse budget, whatever the shape's.
-        changes: server arguments that its label changes.
-    """
-
-    name: str
-    mode: str
-    arguments: dict[str, Any] = {}
-    gpus: int = 1
-    at_budget: bool = False
-    changes: dict[str, Any] = {}
+    name: str  # names it in SYSTEMS
+    mode: str  # of a decode step: DENSE, one of DECODE_MODES, INLINE, or CACHE_RANK
+    arguments: dict[str, Any] = {}  # server arguments that make it what it is
+    gpus: int = 1  # that it needs, where there are any
+    at_budget: bool = False  # it runs at a context of the sparse budget, whatever the shape's
+    changes: dict[str, Any] = {}  # server arguments that its label changes
 
     @classmethod
     def parse(cls, label: str) -> System:

@@ -33,19 +33,12 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Format(NamedTuple):
-    """A way of holding codes, and what attention reads of it.
+    """A way of holding codes, and what attention reads of it."""
 
-    Attributes:
-        codecs: those of keys and of values.
-        group: the tokens that are encoded together.
-        groups: how many groups a ring has.
-        planes: which planes of keys and values attention reads; None for all.
-    """
-
-    codecs: tuple[Codec, Codec]
-    group: int
-    groups: int
-    planes: tuple[int, ...] | None = None
+    codecs: tuple[Codec, Codec]  # of keys and of values
+    group: int  # tokens that are encoded together
+    groups: int  # of a ring
+    planes: tuple[int, ...] | None = None  # of keys and values, that attention reads; None for all
 
 
 def _quantspec(bits: int) -> Format:

@@ -87,7 +87,7 @@ def plan_batch(job: Job, shape: Shape, info: dict[str, Any]) -> Plan:
 
 
 def measure_shape(servers: Sequence[Client], job: Job, measurement: Measurement) -> None:
-    """Fill in the measurement of a shape on the server of a job; see `measure_each`."""
+    """Fill in the measurement of a shape on the server of a job; see `measure_all`."""
     info = servers[0].read("/server_info")
     try:
         plan = plan_batch(job, measurement.shape, info)

@@ -20,7 +20,7 @@ from scripts.shared.comparison import ENVIRONMENT
 from scripts.shared.models import model_config
 from scripts.shared.serving import Client, Server, ServerError
 from scripts.shared.systems import to_flags
-from scripts.speed.calibration import needs_calibration, write_blank
+from scripts.speed.calibration import write_blank
 from scripts.speed.jobs import Job
 from scripts.speed.weights import norms_for_unit_logits
 
@@ -64,6 +64,8 @@ def measure_all(
 ) -> int:
     """Measure what there is to measure, and write the results whenever there are new ones.
 
+    A failure ends the measurements of its job.
+
     Args:
         results: takes the measurements.
         jobs: are served one after the other.
@@ -76,60 +78,37 @@ def measure_all(
         The exit status: 1 if something could not be measured.
     """
     files: list[Path] = []
-
-    def note(measurement: Measurement) -> None:
-        results.measurements.append(measurement)
-        files[:] = write()
-
     for job in jobs:
-        measure_each(measurements_of(job), measure, note, job, out)
+        left, gpus = list(measurements_of(job)), machine.visible_gpus()[: job.servers * job.gpus]
+        servers: list[Server] = []
+        try:
+            with serve_job(job, gpus, out / "logs") as servers:
+                for measurement in tqdm(tuple(left), desc=job.system, dynamic_ncols=True):
+                    measure(servers, job, measurement)
+                    measurement.memory_gib = machine.memory_gib(gpus)
+                    results.measurements.append(left.pop(0))
+                    files = write()
+        except FAILURES as error:
+            tqdm.write(f"{job.system}: {error}", file=sys.stderr)
+            log = "\n".join(server.tail() for server in servers)
+            said, late = f"{log}\n{type(error).__name__}: {error}", isinstance(error, TimeoutError)
+            for measurement in left:
+                measurement.failure = explain_failure(said, bool(servers), late)
+            results.measurements += left
+            files = write()
     print(*files, sep="\n")
     return int(any(measurement.failure for measurement in results.measurements))
 
 
-def measure_each(
-    measurements: Sequence[Measurement],
-    measure: Callable[[list[Server], Job, Any], None],
-    note: Callable[[Any], None],
-    job: Job,
-    out: Path,
-) -> None:
-    """Fill in the measurements of a job, one after the other; a failure ends the rest.
-
-    Args:
-        measurements: what there is to measure.
-        measure: fills in one of them.
-        note: takes each of them, filled in or failed.
-        job: what is served.
-        out: folder of the results; what servers print goes to `logs` in it.
-    """
-    left, gpus = list(measurements), machine.visible_gpus()[: job.servers * job.gpus]
-    servers: list[Server] = []
-    try:
-        with _serve(job, gpus, out / "logs") as servers:
-            for measurement in tqdm(measurements, desc=job.system, dynamic_ncols=True):
-                measure(servers, job, measurement)
-                measurement.memory_gib = machine.memory_gib(gpus)
-                note(left.pop(0))
-    except FAILURES as error:
-        tqdm.write(f"{job.system}: {error}", file=sys.stderr)
-        log = "\n".join(server.tail() for server in servers)
-        said = f"{log}\n{type(error).__name__}: {error}"
-        for measurement in left:
-            late = isinstance(error, TimeoutError)
-            measurement.failure = explain_failure(said, bool(servers), late)
-            note(measurement)
-
-
 @contextlib.contextmanager
-def _serve(job: Job, gpus: Sequence[str], logs: Path) -> Iterator[list[Server]]:
+def serve_job(job: Job, gpus: Sequence[str], logs: Path) -> Iterator[list[Server]]:
     """The servers, each on GPUs of its own; all of their processes end with the context."""
     if job.servers * job.gpus > len(gpus):
         raise ValueError(f"needs {job.servers * job.gpus} GPUs, and there are {len(gpus)}")
     config, engine = model_config(job.model), dict(job.engine)
     name = re.sub(r"[^\w.=-]", "-", f"{Path(job.model).name}-{job.system}")
     with contextlib.ExitStack() as held:
-        if job.cache_rank and needs_calibration(engine):
+        if engine.get("score_keys") == "sketch" and job.cache_rank and "calibration" not in engine:
             engine["calibration"] = held.enter_context(tempfile.TemporaryDirectory())
             write_blank(Path(engine["calibration"]), config, job.engine)
         servers: list[Server] = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +52,16 @@ def test_each_turn_begins_with_all_that_was_said(server: Server) -> None:
 def test_a_system_that_fails_is_a_line_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
-    def measure_each(measurements: Any, measure: Any, note: Any, job: Any, out: Path) -> None:
-        for measurement in measurements:
-            if job.cache_rank:
-                measurement.failure = "no room"
-            else:
-                measure([server], job, measurement)
-            note(measurement)
+    @contextlib.contextmanager
+    def serve_job(job: Any, *_: Any) -> Iterator[list[Server]]:
+        if job.cache_rank:
+            raise RuntimeError("no room")
+        yield [server]
 
-    monkeypatch.setattr(serving, "measure_each", measure_each)
+    monkeypatch.setattr(serving, "serve_job", serve_job)
     assert main([*ARGUMENTS, "--repeats", "1", "--out", str(tmp_path)]) == 1
     text = (tmp_path / "results.md").read_text()
-    assert "| cache-rank-working-set | 400 | no room |" in text
+    assert "| cache-rank-working-set | 400 | did not start (RuntimeError: no room) |" in text
     assert "| dense | 400 | again |" in text
 
 

@@ -87,17 +87,12 @@ class Run(NamedTuple):
 
 
 class EvaluatedServer(Client):
-    """A server that answers benchmarks.
-
-    Attributes:
-        info: what `/server_info` said at first, less secrets and internal states.
-        context_length: tokens that a request may have, its answer included.
-        capacity_tokens: tokens that the cache rank can hold; 0 without one.
-    """
+    """A server that answers benchmarks."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
         info = self.read("/server_info")
+        # Of the cache rank, 0 without one; and of a request, its answer included.
         self.capacity_tokens = int(cache_rank_state(info).get("capacity_tokens", 0))
         self.context_length = int(self.read("/v1/models")["data"][0]["max_model_len"])
         self.info = {name: value for name, value in info.items() if name not in _HIDDEN}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scripts import profile_tpot
 from scripts.profile_tpot import main, parse_options
 from scripts.shared import machine
 from scripts.speed import serving
@@ -172,20 +174,22 @@ class TestRecord:
     def run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
         """Profile systems, of which fp8 fails, on GPUs of a kind; the exit status."""
 
-        def measure_each(left: list[Measurement], _: object, note: Any, *rest: object) -> None:
-            for one in left:
-                if one.system == "fp8":
-                    one.failure = "out of memory"
-                else:
-                    summarize(one, [0.005] * 6)
-                note(one)
+        @contextlib.contextmanager
+        def serve_job(job: Job, *_: Any) -> Iterator[list[object]]:
+            if job.system == "fp8":
+                raise RuntimeError("out of memory")
+            yield []
+
+        def measure_shape(_servers: object, _job: Job, measurement: Measurement) -> None:
+            summarize(measurement, [0.005] * 6)
 
         def run(systems: str, *options: str, kind: str = "H200") -> int:
             monkeypatch.setattr(machine, "describe", lambda _: {"gpus": [kind]})
             out = ["--shapes", "8x32768", "--out", str(tmp_path)]
             return main(["--systems", *systems.split(), *out, *options])
 
-        monkeypatch.setattr(serving, "measure_each", measure_each)
+        monkeypatch.setattr(serving, "serve_job", serve_job)
+        monkeypatch.setattr(profile_tpot, "measure_shape", measure_shape)
         return run
 
     def test_what_is_missing_is_measured(self, run: Callable[..., int], tmp_path: Path) -> None:
