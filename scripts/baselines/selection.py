@@ -30,7 +30,7 @@ class Step:
     lengths: Tensor  # (B,) tokens, the current one included
     attended: Tensor  # (B * H,) int32 tokens that each list holds
     lists: Tensor  # (B, H, width) int32 pool row * H + head
-    scores: Tensor | None  # (B, H, pages) float32, but for `window`
+    scores: Tensor  # (B, H, pages) float32
 
 
 class Selection:
@@ -77,21 +77,20 @@ class Selection:
 
     def prepare_step(self, slots: Tensor, lengths: Tensor) -> Step:
         """Prepare a decode step; the operations can be captured in a CUDA graph."""
-        rows, device = slots.shape[0], slots.device
-        attended = self.budget.attended_of(lengths).to(torch.int32)
+        rows, budget, context = slots.shape[0], self.budget, self._req_to_token.shape[1]
+        attended = budget.attended_of(lengths).to(torch.int32)
+        pages = torch.arange(-(-context // budget.page), device=slots.device)
         step = Step(
             slots=slots,
             lengths=lengths,
             # The reshape of one row would be a view, which FlashAttention refuses.
             attended=attended[:, None].expand(rows, self.heads).reshape(-1).contiguous(),
-            lists=self._req_to_token.new_zeros((rows, self.heads, self.budget.width)),
-            scores=None,
+            lists=self._req_to_token.new_zeros((rows, self.heads, budget.width)),
+            scores=pages.float().repeat(rows, self.heads, 1),
         )
-        if self.mode == "window":
-            self._list_window(step, attended)
-            return step
-        pages = -(-self._req_to_token.shape[1] // self.budget.page)
-        step.scores = torch.empty((rows, self.heads, pages), dtype=torch.float32, device=device)
+        if self.mode == "window":  # the newest are the best, in every layer
+            where = (self._req_to_token, slots, lengths, budget)
+            self._kernels.select(step.scores, *where, step.lists)
         return step
 
     def select(self, step: Step, layer: int, queries: Tensor) -> None:
@@ -106,7 +105,6 @@ class Selection:
             )
         else:
             shared = self.mode == "tova"
-            assert step.scores is not None
             reference.score_tokens(
                 queries, self._keys[layer], *where, self._scale, shared, step.scores
             )
@@ -131,15 +129,6 @@ class Selection:
             self._pool_page,
             self.bounds[layer],
         )
-
-    def _list_window(self, step: Step, attended: Tensor) -> None:
-        """List the sinks and the newest tokens, which are the same in every layer."""
-        index = torch.arange(self.budget.width, device=attended.device)
-        skipped = (step.lengths - attended)[:, None]
-        tokens = torch.where(index < self.budget.sinks, index, index + skipped)
-        tokens = tokens.clamp(max=self._req_to_token.shape[1] - 1)
-        slots = step.slots.to(torch.int64)[:, None]
-        step.lists[:, 0] = self._req_to_token[slots, tokens]
 
 
 def attend(

@@ -70,22 +70,6 @@ def naive_parts(length: int, budget: Budget) -> tuple[list[int], list[int]]:
     return sorted(always), candidates
 
 
-@pytest.mark.parametrize("budget", BUDGETS, ids=str)
-def test_the_parts_of_a_row_are_what_they_say(budget: Budget) -> None:
-    for length in range(1, 45):
-        lengths = torch.tensor([length])
-        always, candidates = naive_parts(length, budget)
-        taken = min(len(candidates) * budget.page, budget.selected)
-        assert budget.attended_of(lengths).item() == len(always) + taken <= budget.width
-        first = budget.sinks_of(lengths).item()
-        last = budget.recent_start_of(lengths).item()
-        assert list(range(first, last, budget.page)) == candidates
-        # Everything is attended to, until that is more than the width allows.
-        assert (taken == len(candidates) * budget.page) == (
-            budget.attended_of(lengths).item() == length
-        )
-
-
 # The reference, against naive python.
 
 
@@ -102,16 +86,11 @@ def test_page_scores_bound_every_logit_of_the_page() -> None:
         for first in candidates:
             rows = given.req_to_token[slot, first : first + 4].to(torch.int64)
             for kv_head in range(2):
-                best = -math.inf
-                for query in given.queries[row, 2 * kv_head : 2 * kv_head + 2]:
-                    bound = 0.0
-                    for channel in range(16):
-                        value = given.keys[rows, kv_head, channel]
-                        products = query[channel] * value
-                        bound += products.max().item()
-                    best = max(best, bound)
-                    assert (given.keys[rows, kv_head] @ query).max() <= bound + 1e-5
-                assert abs(out[row, kv_head, first // 4].item() - best) < 1e-4
+                queries = given.queries[row, 2 * kv_head : 2 * kv_head + 2]
+                products = queries[:, None] * given.keys[rows, kv_head]  # (2, 4, D)
+                bound = float(products.amax(dim=1).sum(dim=-1).max())
+                assert products.sum(dim=-1).max() <= bound + 1e-5
+                assert out[row, kv_head, first // 4].item() == pytest.approx(bound, abs=1e-4)
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=str)
@@ -257,19 +236,6 @@ def test_triton_lists_of_many_blocks(device: torch.device) -> None:
     given = case(lengths, (2, 1), device=device)
     compare_lists(given, Budget(4, 64, 1000, 1), scores_of("ties", (2, 1, 5056), device))
     compare_lists(given, Budget(4, 64, 1000, 1), scores_of("random", (2, 1, 5056), device))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shared", [False, True], ids=["each kv head", "all heads"])
-def test_a_graph_holds_token_scores(shared: bool) -> None:
-    given = case([60, 20, 1], device="cuda")
-    eager, captured = (torch.zeros((3, 1 if shared else 2, 64), device="cuda") for _ in range(2))
-    reference.score_tokens(*given, TOKENS, 0.25, shared, eager)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        reference.score_tokens(*given, TOKENS, 0.25, shared, captured)
-    graph.replay()
-    assert torch.equal(captured, eager)
 
 
 @pytest.mark.gpu
