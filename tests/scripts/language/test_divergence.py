@@ -43,17 +43,6 @@ def test_equal_distributions_do_not_differ() -> None:
     assert found == (0, 0, 1, pytest.approx(1), 1, 0)
 
 
-def test_the_percentile_is_that_of_drawn_tokens() -> None:
-    p, q = distributions(1)
-    draw = np.random.default_rng(0)
-    ratios = [
-        np.exp(system[token] - dense[token])
-        for dense, system in zip(p, q, strict=True)
-        for token in draw.choice(len(dense), 40_000, p=np.exp(dense) / np.exp(dense).sum())
-    ]
-    assert compare(p, q, [0] * len(p)).ratio_p5 == pytest.approx(np.quantile(ratios, 0.05), rel=0.1)
-
-
 def test_a_weighted_quantile() -> None:
     values, weights = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0.5, 0.2, 0.3])
     found = [float(weighted_quantile(values, weights, share)) for share in (0.1, 0.2, 0.4, 0.9, 1)]
