@@ -97,7 +97,6 @@ class Report(msgspec.Struct):
 
     run: Run
     chains: int
-    facts: int
     hops: int
     results: list[Result]
 
@@ -123,7 +122,7 @@ def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> Report:
     labels = [system.label for system in systems if system.label in outcomes]
     labels.sort(key=place_of)
     results = [_summarize(label, outcomes[label], dense) for label in labels]
-    return Report(run, len(chains), FACTS, options.hops, results)
+    return Report(run, len(chains), options.hops, results)
 
 
 def _load_of(chains: Sequence[Problem]) -> Load:
@@ -171,7 +170,7 @@ def _summarize(label: str, outcomes: Sequence[Outcome], dense: Sequence[Outcome]
 def markdown(found: Report) -> str:
     """The report as text."""
     parts = [
-        f"# {found.chains} chains of {found.hops} hops through {found.facts} facts",
+        f"# {found.chains} chains of {found.hops} hops through {FACTS} facts",
         describe_run(found.run),
         "Brackets are 95% intervals over chains (bootstrap, paired for differences). Of n right "
         "ones out of n, they say nothing: an error rate of 3/n is not excluded.",

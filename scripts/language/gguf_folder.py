@@ -53,7 +53,6 @@ def write_folder(gguf: Path, folder: Path, dtype: torch.dtype = torch.float32) -
         gguf: the file, of a Llama model with a byte-level tokenizer.
         folder: is made, with its parents.
         dtype: of the weights; what GGUF holds in 4 bits has no exact value in bfloat16.
-
     """
     reader = GGUFReader(gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}

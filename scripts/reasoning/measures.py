@@ -21,11 +21,10 @@ MOST_STREAMS = 0.9
 
 
 class Gap(msgspec.Struct, frozen=True, order=True):
-    """How long a stream was silent, and where: its context, and seconds since the load began."""
+    """How long a stream was silent, and its context then."""
 
     seconds: float
     context: int
-    after: float
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -72,7 +71,7 @@ def measure(load: Load, answers: Sequence[Answer], client_seconds: float) -> Run
         ttft_p99=quantile(ttft, 0.99),
         tpot_p50=quantile(tpot, 0.5),
         tpot_p99=quantile(tpot, 0.99),
-        gap=max(longest_gap(answer, begun) for answer in answers),
+        gap=max(map(longest_gap, answers)),
         sparse_requests=sum(answer.sparse_steps > 0 for answer in answers),
         sparse_share=sum(answer.sparse_steps for answer in answers) / tokens,
         client_share=client_seconds / seconds,
@@ -86,14 +85,14 @@ def time_per_token(answer: Answer) -> float:
     return (answer.times[-1] - answer.times[0]) / max(1, tokens)
 
 
-def longest_gap(answer: Answer, begun: float) -> Gap:
+def longest_gap(answer: Answer) -> Gap:
     """The longest time between two chunks, which may have several tokens; none before the first."""
     chunks = zip(answer.times, answer.tokens, strict=True)
     gaps = [
-        Gap(now - then, answer.prompt + tokens, then - begun)
+        Gap(now - then, answer.prompt + tokens)
         for (then, tokens), (now, _) in itertools.pairwise(chunks)
     ]
-    return max(gaps, default=Gap(0.0, answer.prompt, 0.0))
+    return max(gaps, default=Gap(0.0, answer.prompt))
 
 
 def curve(answers: Sequence[Answer], streams: int, width: int) -> dict[int, float]:

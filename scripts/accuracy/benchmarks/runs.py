@@ -16,7 +16,7 @@ import re
 import shlex
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,7 +155,7 @@ def arguments(options: Namespace, url: str, folder: Path, threads: int) -> list[
     if options.from_dataset:
         command += ["--from-dataset", str(options.from_dataset)]
     elif options.benchmark == "math500":
-        command += ["--from-dataset", str(write_math500(_math500_of_hub(), folder))]
+        command += ["--from-dataset", str(_write_math500(folder))]
     return command
 
 
@@ -212,26 +212,20 @@ def _answer(row: Mapping[str, Any]) -> Answer:
     )
 
 
-def _math500_of_hub() -> Iterable[Mapping[str, Any]]:
+def _write_math500(folder: Path) -> Path:
+    """Write the questions of MATH-500, which the hub has, for the harness to read."""
     from datasets import load_dataset
 
     try:
-        return list(load_dataset("HuggingFaceH4/MATH-500", split="test"))
+        rows = load_dataset("HuggingFaceH4/MATH-500", split="test")
     except OSError as error:  # what the hub's library raises without access is one, too
         raise OSError(f"{error}\nWithout access to the hub, give --from-dataset") from error
-
-
-def write_math500(rows: Iterable[Mapping[str, Any]], folder: Path) -> Path:
-    """Write the questions of MATH-500, of rows as the hub has them, for the harness to read."""
+    # The id is the path of the problem in MATH: test/algebra/1072.json
+    names = {"id": "unique_id", "problem": "problem", "expected_answer": "answer"}
+    questions = ({ours: row[theirs] for ours, theirs in names.items()} for row in rows)
     path = folder / "questions.jsonl"
-    with path.open("w", encoding="utf-8") as file:
-        for row in rows:
-            question = {
-                "id": row["unique_id"],  # path of the problem in MATH: test/algebra/1072.json
-                "problem": row["problem"],
-                "expected_answer": row["answer"],
-            }
-            file.write(json.dumps(question, ensure_ascii=False) + "\n")
+    lines = (json.dumps(question, ensure_ascii=False) + "\n" for question in questions)
+    path.write_text("".join(lines), encoding="utf-8")
     return path
 
 
