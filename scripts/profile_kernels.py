@@ -186,7 +186,8 @@ def main() -> None:
         sys.exit(f"error: --tokens must be a multiple of {PAGE_TOKENS}")
     torch.set_grad_enabled(False)
     if options.attend:
-        report = measure_attention(options.queries, copy_bandwidth(), DEVICE)
+        with DEVICE:
+            report = measure_attention(options.queries, copy_bandwidth())
         text = attention_table(report["rows"])
     else:
         report = measure(options.rows, options.tokens)
