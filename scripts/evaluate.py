@@ -143,7 +143,7 @@ def _decode(server: Client, system: System, chain: Problem) -> Outcome:
     grade, meta = chain.grade(decoded["text"]), decoded["meta_info"]
     found = meta.get("cache_rank") or {}
     return Outcome(
-        grade.correct_hops / grade.hops,
+        grade.correct_hops / chain.hops,
         grade.exact,
         meta["completion_tokens"],
         found.get("sparse_steps"),

@@ -36,12 +36,9 @@ def case(
     dtype: torch.dtype = torch.float32,
     pool_page: int = 1,
     device: torch.device | str = "cpu",
-    seed: int = 0,
 ) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-    context, rows = 64, len(lengths)
-    if max(lengths) > context:
-        context = -(-max(lengths) // 64) * 64
+    generator = torch.Generator().manual_seed(0)
+    context, rows = -(-max(*lengths, 64) // 64) * 64, len(lengths)
     pages = (rows + 1) * context // pool_page
     order = torch.randperm(pages, generator=generator)[:, None] * pool_page
     table = (order + torch.arange(pool_page)).reshape(rows + 1, context).to(torch.int32)
@@ -121,24 +118,20 @@ def test_lists_hold_what_is_always_attended_to_and_the_best(budget: Budget) -> N
 
 # Triton, against the reference.
 
-SHAPES = [((4, 2), 16), ((2, 2), 24), ((5, 1), 32), ((6, 2), 16)]
+SHAPES = [
+    ((4, 2), 16, torch.float32),
+    ((2, 2), 24, torch.bfloat16),
+    ((5, 1), 32, torch.float32),
+    ((6, 2), 16, torch.bfloat16),
+]
 LENGTHS = [1, 17, 18, 40, 64]
 
 
 def with_bounds(given: Case, budget: Budget) -> tuple[Case, Tensor]:
     entries = given.keys.shape[0] // budget.page
     bounds = given.keys.new_zeros((entries, given.keys.shape[1], 2, given.keys.shape[2]))
-    reference.build_bounds(
-        given.keys,
-        given.req_to_token,
-        given.slots,
-        torch.zeros_like(given.lengths),
-        given.lengths,
-        64,
-        budget.page,
-        budget.page,
-        bounds,
-    )
+    starts, page = torch.zeros_like(given.lengths), budget.page
+    reference.build_bounds(*given[1:4], starts, given.lengths, 64, page, page, bounds)
     return given, bounds
 
 
@@ -152,28 +145,11 @@ def test_triton_bounds(device: torch.device, dtype: torch.dtype, pool_page: int)
         for _ in range(2)
     )
     for module, bounds in ((kernels, found), (reference, expected)):
-        module.build_bounds(
-            given.keys,
-            given.req_to_token,
-            given.slots,
-            starts,
-            given.lengths,
-            8,
-            4,
-            pool_page,
-            bounds,
-        )
+        module.build_bounds(*given[1:4], starts, given.lengths, 8, 4, pool_page, bounds)
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    ("heads", "head_dim", "dtype"),
-    [
-        (*shape, dtype)
-        for shape, dtype in zip(SHAPES, (torch.float32, torch.bfloat16) * 2, strict=True)
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("heads", "head_dim", "dtype"), SHAPES, ids=str)
 def test_triton_page_scores(
     device: torch.device, heads: tuple[int, int], head_dim: int, dtype: torch.dtype
 ) -> None:
