@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from scripts.shared.command import command_line, make_parser, run
 from scripts.shared.machine import describe, visible_gpus
 from scripts.shared.models import folder_of
 from scripts.shared.report import number, provenance, table_of, write_report
-from scripts.shared.serving import Server, ServerError, serve
+from scripts.shared.serving import Server, serve
 from sglang_ext.calibration.texts import TEXTS
 
 SKETCHES = "sketches"
@@ -122,13 +121,10 @@ def main(argv: Sequence[str]) -> int:
     lengths = range(first, first + options.places * step, step)
     servers = list(itertools.product(options.budgets, options.selectors))
     for budget, selector in tqdm(servers, unit="server"):
-        try:
-            with serve(flags_of(options, selector, budget)) as server:
-                for temperature in TEMPERATURES:
-                    found.append(Confirmed(selector, budget, temperature))
-                    measure(server, texts, lengths, found[-1])
-        except ServerError as error:
-            sys.exit(f"error: {error}")
+        with serve(flags_of(options, selector, budget)) as server:
+            for temperature in TEMPERATURES:
+                found.append(Confirmed(selector, budget, temperature))
+                measure(server, texts, lengths, found[-1])
         head = provenance([command_line("profile_drafts", argv)], describe(visible_gpus()))
         text = report_of(found, options.drafts, head)
         files = write_report(options.out, "results", msgspec.to_builtins(found), text)

@@ -166,7 +166,7 @@ class Scoring:
             attended=attended,
             **msgspec.structs.asdict(divergence),
             sparse_from=sparse_from if system.is_sparse else None,
-            kl_after_transition=kl_by_token(dense, found).round(6).tolist(),
+            kl_after_transition=kl_by_token(dense, found).round(decimals=6).tolist(),
             late_steps=statistics.get("late_steps", 0),
             stale_steps=statistics.get("stale_steps", 0),
         )

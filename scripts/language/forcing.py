@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from torch import Tensor
 
 from scripts.shared.serving import Client, ServerError
 from sglang_ext import compat
@@ -33,7 +33,7 @@ _KEY = "forced"
 class ForcedTokens(CustomLogitProcessor):
     """Lets a request sample the tokens that it names, and keeps their logits."""
 
-    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+    def __call__(self, logits: Tensor, custom_param_list: Any = None) -> Tensor:
         """Force the next token of each request, a row of the logits, that has one left."""
         rows, next_tokens, files = [], [], []
         for row, params in enumerate(custom_param_list):
@@ -65,10 +65,10 @@ class Forced(NamedTuple):
     file: Path  # their logits, (tokens, vocabulary) float32
     statistics: dict[str, Any]  # what a cache rank's server says of it; empty without one
 
-    def log_probabilities(self, first: int = 0) -> NDArray[np.float64]:
-        """Log-probabilities of the tokens from `first` on, (tokens, vocabulary)."""
-        logits = np.memmap(self.file, np.float32, "r").reshape(len(self.tokens), -1)
-        return np.asarray(torch.log_softmax(torch.from_numpy(logits[first:].copy()).double(), -1))
+    def log_probabilities(self, first: int) -> Tensor:
+        """Log-probabilities of the tokens from `first` on, (tokens, vocabulary) float64."""
+        logits = torch.from_numpy(np.fromfile(self.file, np.float32))
+        return logits.view(len(self.tokens), -1)[first:].double().log_softmax(-1)
 
     @property
     def first_sparse(self) -> int:
