@@ -16,10 +16,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.accuracy.benchmarks.comparison import compare_folders, markdown, write_comparison
-from scripts.accuracy.benchmarks.harness import BENCHMARKS
-from scripts.accuracy.benchmarks.runs import run_benchmark
+from scripts.accuracy.benchmarks.comparison import compare_folders, markdown
+from scripts.accuracy.benchmarks.runs import BENCHMARKS, run_benchmark
 from scripts.shared.command import command_line, make_parser
+from scripts.shared.report import write_report
 from scripts.shared.serving import ServerError
 
 
@@ -46,7 +46,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         "the end of a long one, where a cache rank has most to lose")  # fmt: skip
     add("--no-thinking", action="store_true", help="tell the chat template enable_thinking=false")
     add("--prompt", type=Path, metavar="FILE", help="a prompt file of sgl-eval, instead of its own")
-    add("--num-threads", type=int, help="requests at a time; default: 64, or what fits")
     add("--dense", action="store_true", help="ask a server with a cache rank to answer dense")
 
     compare = commands.add_parser("compare", help="compare two folders of runs by question")
@@ -62,19 +61,17 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.command == "compare":
             report = compare_folders(options.baseline, options.system)
-            print(markdown(report))
-            for file in write_comparison(report, options.out or options.system):
-                print(file, file=sys.stderr)
+            text = markdown(report)
+            files = write_report(options.out or options.system, "comparison", report, text)
+            print(text, *files, sep="\n")
         else:
             command = command_line("benchmark", argv)
             for warning in run_benchmark(options, command).warnings:
                 print(f"warning: {warning}")
-    except InterruptedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 130
-    except (OSError, ValueError, ServerError, ModuleNotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: {error}: pip install --editable '.[eval]'")
+    except (OSError, ValueError, ServerError) as error:
+        sys.exit(f"error: {error}")
     return 0
 
 

@@ -3,8 +3,8 @@
     python -m scripts.compare_formats [--recording FOLDER] [--device cuda]
 
 The keys and values are synthetic and have outlier channels (scripts/formats/synthetic.py). With
-`--recording` they are those that a server with CACHE_RANK_RECORD=FOLDER recorded. Writes
-formats.json and formats.md.
+`--recording` they are the longest sequence that a server with CACHE_RANK_RECORD=FOLDER recorded.
+Writes formats.json and formats.md.
 """
 
 from __future__ import annotations
@@ -13,22 +13,65 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
+from torch import Tensor
+from tqdm import tqdm
 
+from cache_rank import residency
+from cache_rank.batch_metadata import BatchMetadata
+from cache_rank.config import DTYPES, CacheRankConfig, ModelShape, OptionValue
+from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.residency import FORMATS
-from scripts.formats.measurements import (
-    Comparison,
-    config_for,
-    markdown,
-    measure_all,
-    write_comparison,
-)
-from scripts.formats.samples import Sample, recorded_sample
+from cache_rank.protocol import AnswerHeader
+from cache_rank.residency import FORMATS, bytes_per_token
+from scripts.formats.quality import Quality, compare
 from scripts.formats.synthetic import synthetic_sample
-from scripts.shared.command import command_line, make_parser
+from scripts.shared.command import command_line, make_parser, run
 from scripts.shared.machine import describe, visible_gpus
+from scripts.shared.recordings import Recorded, read_recording
+from scripts.shared.report import number, provenance, table_of, write_report
+
+VARIANTS: tuple[tuple[str, dict[str, OptionValue]], ...] = (
+    ("bf16", {}),
+    ("lynx", {"reading": "full"}),
+    ("lynx", {"reading": "anchor"}),
+    ("quantspec", {"reading": 8}),
+    ("quantspec", {"reading": 4}),
+    ("hack", {"bits": 4, "partition": 64}),
+    ("hack", {"bits": 2, "partition": 64}),
+    ("hack", {"bits": 2, "partition": 16}),
+    ("mosaickv", {}),
+    ("mosaickv", {"rate": 87.5}),
+    ("mosaickv", {"dropped": 25}),  # as in the paper
+)
+"""Formats, with options."""
+
+STEPS = 16
+"""So many newest tokens have queries."""
+
+
+class Measurement(msgspec.Struct):
+    """One line of the comparison."""
+
+    format: str
+    options: str  # as in `kv_residency_options` of `--cache-rank-config`
+    bytes: float  # of K and V of a token in one layer and KV head, all that grows with tokens
+    bits: float  # of an element of them
+    quality: Quality
+
+
+class Comparison(msgspec.Struct):
+    """All formats on one sample; `formats.json`."""
+
+    command: str
+    machine: dict[str, Any]
+    source: str  # description of the sample
+    steps: int  # the newest tokens, whose queries there are
+    budget: int  # k
+    measurements: list[Measurement]
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -39,74 +82,142 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--formats", nargs="+", choices=list(FORMATS), default=list(FORMATS), metavar="FORMAT",
         help="default: %(default)s")  # fmt: skip
     add("--recording", type=Path, metavar="FOLDER", help="compare on a recorded sequence")
-    add("--tokens", type=int, default=4096, help="of the synthetic sequence, as the next five")
-    add("--layers", type=int, default=2)
-    add("--query-heads", type=int, default=8)
-    add("--kv-heads", type=int, default=2)
-    add("--head-dim", type=int, default=128)
-    add("--seed", type=int, default=0)
-    add("--steps", type=int, default=16, help="newest tokens, whose queries are compared by")
     add("--budget", type=int, default=256, help="k, tokens selected of each KV head")
     add("--out", type=Path, metavar="FOLDER", default=Path("results/formats"))
-    options = parser.parse_args(argv)
-    for name in ("tokens", "layers", "steps", "budget"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: there is no GPU")
-    return options
+    return parser.parse_args(argv)
 
 
-def make_sample(options: argparse.Namespace) -> Sample:
-    """The sequence to compare on.
+def read_longest(folder: Path) -> Recorded:
+    """The longest recorded sequence."""
+    _, sequences = read_recording(folder)
+    longest = max(sequences, key=lambda recorded: recorded.tokens)
+    return longest._replace(queries=longest.queries[-STEPS:])
 
-    Raises:
-        ValueError: it cannot be made or read, or is too short.
+
+def config_for(sample: Recorded, budget: int) -> CacheRankConfig:
+    """The configuration of a cache rank that holds the sample as it came."""
+    layers, kv_heads, tokens, head_dim = sample.keys.shape
+    (dtype,) = (name for name, dtype in DTYPES.items() if dtype == sample.keys.dtype)
+    model = ModelShape(layers, sample.queries.shape[2], kv_heads, head_dim, dtype, head_dim**-0.5)
+    config = CacheRankConfig(
+        model, layers_per_group=layers, sparse_budget=budget, kv_residency="bf16", max_rows=1
+    )
+    candidates = len(config.candidates_after(sample.prompt - 1))
+    if sample.prompt <= PAGE_TOKENS or candidates <= budget:
+        raise ValueError(f"{tokens} tokens are too few: compare on more, or with a smaller budget")
+    return config
+
+
+def measure(sample: Recorded, base: CacheRankConfig, name: str, options: Any) -> Measurement:
+    """Hold the sample in a format as a cache rank would, and compare.
+
+    All but the tokens with queries are loaded at once; these are appended one by one.
     """
-    if options.recording:
-        sample = recorded_sample(options.recording, options.steps)
-    else:
-        sizes = ("tokens", "steps", "layers", "query_heads", "kv_heads", "head_dim", "seed")
-        sample = synthetic_sample(*(getattr(options, name) for name in sizes))
-    sample = sample.to(torch.device(options.device))
-    if sample.positions.start <= PAGE_TOKENS:
-        raise ValueError(
-            f"{sample.positions.start} tokens before the first query are too few: the newest "
-            f"{PAGE_TOKENS} may be held as they came; compare on a longer sequence"
+    config = msgspec.structs.replace(base, kv_residency=name, kv_residency_options=options)
+    held = _Held(sample, config)
+    scores = [held.step(position) for position in sample.positions]
+    quality = compare(sample, *held.read(), scores, config)
+    model = config.model
+    of_head = bytes_per_token(config) / (model.layers * model.kv_heads)
+    title = ",".join(f"{option}={value}" for option, value in options.items())
+    return Measurement(name, title, of_head, 8 * of_head / (2 * model.head_dim), quality)
+
+
+class _Held:
+    """A sample in a residency, driven as the selector drives it."""
+
+    def __init__(self, sample: Recorded, config: CacheRankConfig) -> None:
+        model, device = config.model, sample.keys.device
+        self._sample, self._layers = sample, range(model.layers)
+        pages = -(-sample.tokens // PAGE_TOKENS)
+        self._residency = residency.create(config, pages, device)
+        self._pages = torch.arange(pages, dtype=torch.int32, device=device).unsqueeze(0)
+        ring = (1, model.layers, model.query_heads, 2, model.head_dim)
+        self._query_ring = torch.zeros(ring, dtype=model.torch_dtype, device=device)
+        self._residency.load(self._pages[0], 0, 0, sample.shipment())
+
+    def step(self, position: int) -> Tensor:
+        """Append the token, and score by its query: (layers, Hkv, position + 1) float32."""
+        sample, rows = self._sample, self._batch_metadata(position)
+        query = sample.queries[position - sample.prompt]
+        up = torch.cat((query, sample.keys[:, :, position], sample.values[:, :, position]), dim=1)
+        self._residency.append(rows, self._layers, up.unsqueeze(0), self._query_ring)
+        scores = self._residency.score(rows, self._layers, query.float().unsqueeze(0))
+        return scores[0, ..., : position + 1].clone()
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """All keys and values: (layers, Hkv, tokens, D) each, in the pool's dtype."""
+        positions = torch.arange(self._sample.tokens, device=self._pages.device)
+        rows = self._batch_metadata(self._sample.tokens - 1)
+        return self._residency.read(
+            rows, self._layers, positions.expand(self._sample.keys.shape[:3])
         )
-    config = config_for(sample, options.budget)
-    candidates = len(config.candidates_after(sample.positions.start - 1))
-    if candidates <= options.budget:
-        raise ValueError(
-            f"--budget {options.budget} selects all of the {candidates} tokens that compete; "
-            "compare on a longer sequence, or give a smaller budget"
-        )
-    return sample
+
+    def _batch_metadata(self, position: int) -> BatchMetadata:
+        slots = torch.zeros(1, dtype=torch.int32, device=self._pages.device)
+        header = slots.new_zeros((1, len(AnswerHeader._fields)), dtype=torch.int64)
+        positions, counts = torch.full_like(slots, position), torch.ones_like(slots)
+        rows = PagedRows(self._pages, slots, positions)
+        return BatchMetadata(rows, counts, counts, header, position + 1, [(0, position)])
+
+
+def markdown(found: Comparison) -> str:
+    """The report."""
+    parts = [
+        "# Residency formats",
+        provenance([found.command], found.machine),
+        f"Data: {found.source}. Selection: k = {found.budget}, by the true queries of the newest "
+        f"{found.steps} tokens. Bytes are in one layer and KV head; errors are vNMSE.",
+        table_of(map(_cells, found.measurements)),
+    ]
+    return "\n\n".join(parts)
+
+
+def _cells(m: Measurement) -> dict[str, str]:
+    quality = m.quality
+    errors = {
+        "K": quality.key_error,
+        "V": quality.value_error,
+        "attention output": quality.output_error,
+        "scores": quality.score_error,
+    }
+    return {
+        "format": m.format,
+        "options": m.options,
+        "bytes a token": number(m.bytes, 1),
+        "bits": number(m.bits, 3),
+        **{name: "–" if error is None else f"{error:.1e}" for name, error in errors.items()},
+        "recall": number(quality.recall, 3),
+        "attention mass": number(quality.attention_mass, 3),
+    }
 
 
 @torch.no_grad()
-def main(argv: Sequence[str]) -> int:
-    """Run; the exit status."""
+def main(argv: Sequence[str], **shape: Any) -> int:
+    """Run; the exit status. `shape` is that of the synthetic sample."""
     options = parse_options(argv)
     try:
-        sample = make_sample(options)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        sample = read_longest(options.recording) if options.recording else synthetic_sample(**shape)
+        sample = Recorded(*(part.to(options.device) for part in sample))
+        config = config_for(sample, options.budget)
+    except (RuntimeError, ValueError) as error:
+        sys.exit(f"error: {error}")
+    layers, kv_heads, tokens, head_dim = sample.keys.shape
+    source = "recording" if options.recording else "synthetic, outlier channels"
+    chosen = [variant for variant in VARIANTS if variant[0] in options.formats]
     comparison = Comparison(
         command=command_line("compare_formats", argv),
         machine=describe(visible_gpus() if options.device == "cuda" else []),
-        source=sample.describe(),
-        tokens=sample.tokens,
-        steps=sample.steps,
+        source=f"{source}: {layers} layers, {kv_heads} KV heads of {head_dim}, {tokens} tokens, "
+        f"{config.model.dtype}",
+        steps=len(sample.queries),
         budget=options.budget,
-        measurements=measure_all(options, sample),
+        measurements=[measure(sample, config, *one) for one in tqdm(chosen, desc="formats")],
     )
-    print(markdown(comparison))
-    for path in write_comparison(comparison, options.out):
-        print(path)
+    text = markdown(comparison)
+    print(text, *write_report(options.out, "formats", comparison, text), sep="\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

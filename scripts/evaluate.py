@@ -15,15 +15,35 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import requests
 
-from scripts.accuracy.evaluation import evaluate
+from scripts.accuracy.pointer_chase import Problem, make_chain
+from scripts.shared import statistics
 from scripts.shared.command import make_parser, run
-from scripts.shared.comparison import add_options, read_options
+from scripts.shared.comparison import (
+    Load,
+    Run,
+    add_options,
+    describe_failures,
+    describe_run,
+    make_systems,
+    place_of,
+    read_options,
+    serve_each,
+    start_run,
+)
 from scripts.shared.models import BUNDLED
-from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE, INLINE
+from scripts.shared.report import percent, table_of, write_report
+from scripts.shared.serving import Client
+from scripts.shared.statistics import Estimate, interval
+from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE, INLINE, System
+
+FACTS, AT_ONCE = 128, 64
+REQUEST_SECONDS = 3600.0
 
 SETTINGS: dict[str, Any] = {
     "sink_tokens": 4,
@@ -40,10 +60,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("evaluate", __doc__)
     add_options(parser, BUNDLED, (DENSE, *DECODE_MODES, INLINE, CACHE_RANK), (16, 32, 64), SETTINGS)
     add = parser.add_argument
-    add("--facts", type=int, default=128, help="of a chain's table; default: %(default)s")
     add("--hops", type=int, default=80, help="of a chain; default: %(default)s")
     add("--chains", type=int, default=64, help="default: %(default)s")
-    add("--concurrency", type=int, default=64, help="requests at once; default: %(default)s")
     add("--base-url", help="a server that runs already: dense decoding, and one system's name")
     options = read_options(parser, argv, SETTINGS)
     if options.chains < 2:
@@ -53,16 +71,134 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+class Outcome(msgspec.Struct, frozen=True):
+    """A chain, decoded and graded."""
+
+    correct_hops: float  # share of all
+    exact: bool  # every word is right
+    tokens: int
+    sparse_steps: int | None = None  # None without a cache rank
+    stale_steps: int = 0  # steps that missed their selection
+
+
+class Result(msgspec.Struct):
+    """A system in numbers; intervals are 95% over chains."""
+
+    system: str  # label, with the budget
+    exact: Estimate  # share of chains whose every word is right
+    exact_difference: Estimate | None  # from dense decoding of the same chains
+    correct_hops: Estimate  # share of lookups that were right
+    sparse_steps: float | None  # share of decode steps; None without a cache rank
+    stale_steps: float | None  # share of the sparse ones
+
+
+class Report(msgspec.Struct):
+    """The content of `results.json`."""
+
+    run: Run
+    chains: int
+    hops: int
+    results: list[Result]
+
+
+def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> Report:
+    """Ask all systems all chains."""
+    chains = [make_chain(seed, FACTS, options.hops) for seed in range(options.chains)]
+    run = Run(**start_run("evaluate", argv, options))
+    outcomes: dict[str, list[Outcome]] = {}
+
+    def ask(server: Client, system: System) -> None:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            decoded = pool.map(lambda chain: _decode(server, system, chain), chains)
+            outcomes[system.label] = list(decoded)
+
+    systems = make_systems(options)
+    if options.base_url:
+        for system in systems:
+            ask(Client(options.base_url), system)
+    else:
+        serve_each(systems, options, _load_of(chains), run, ask)
+    dense = outcomes.get(DENSE)
+    labels = [system.label for system in systems if system.label in outcomes]
+    labels.sort(key=place_of)
+    results = [_summarize(label, outcomes[label], dense) for label in labels]
+    return Report(run, len(chains), options.hops, results)
+
+
+def _load_of(chains: Sequence[Problem]) -> Load:
+    """What a server has to hold; the tokenizer adds <bos>."""
+    prompt = len(chains[0].prompt.split()) + 1
+    requests = min(AT_ONCE, len(chains))
+    return Load(requests, requests * (prompt + chains[0].max_tokens), prompt)
+
+
+def _decode(server: Client, system: System, chain: Problem) -> Outcome:
+    sampling: dict[str, Any] = {"max_new_tokens": chain.max_tokens, "temperature": 0}
+    if system.label == DENSE:  # also on a server which has a cache rank
+        sampling["custom_params"] = {"cache_rank": False}
+    body = {"text": chain.prompt, "sampling_params": sampling}
+    response = server.post("/generate", body, timeout=REQUEST_SECONDS)
+    response.raise_for_status()
+    decoded = response.json()
+    grade, meta = chain.grade(decoded["text"]), decoded["meta_info"]
+    found = meta.get("cache_rank") or {}
+    return Outcome(
+        grade.correct_hops / chain.hops,
+        grade.exact,
+        meta["completion_tokens"],
+        found.get("sparse_steps"),
+        found.get("stale_steps", 0),
+    )
+
+
+def _summarize(label: str, outcomes: Sequence[Outcome], dense: Sequence[Outcome] | None) -> Result:
+    exact, sparse = [o.exact for o in outcomes], [o.sparse_steps for o in outcomes]
+    difference = None
+    if dense is not None and label != DENSE:
+        difference = statistics.difference(exact, [o.exact for o in dense])
+    steps = [count for count in sparse if count is not None]
+    return Result(
+        system=label,
+        exact=statistics.mean(exact),
+        exact_difference=difference,
+        correct_hops=statistics.mean([o.correct_hops for o in outcomes]),
+        sparse_steps=sum(steps) / sum(o.tokens for o in outcomes) if steps else None,
+        stale_steps=sum(o.stale_steps for o in outcomes) / max(1, sum(steps)) if steps else None,
+    )
+
+
+def markdown(found: Report) -> str:
+    """The report as text."""
+    parts = [
+        f"# {found.chains} chains of {found.hops} hops through {FACTS} facts",
+        describe_run(found.run),
+        "Brackets are 95% intervals over chains (bootstrap, paired for differences). Of n right "
+        "ones out of n, they say nothing: an error rate of 3/n is not excluded.",
+        table_of(
+            {
+                "system": result.system,
+                "exact chains": interval(result.exact),
+                "minus dense": interval(result.exact_difference),
+                "correct hops": interval(result.correct_hops, 3),
+                "sparse steps": percent(result.sparse_steps),
+                "stale": percent(result.stale_steps),
+            }
+            for result in found.results
+        ),
+        *describe_failures(found.run),
+    ]
+    return "\n\n".join(parts)
+
+
 def main(argv: Sequence[str]) -> int:
     """Evaluate; the exit status."""
     options = parse_options(argv)
     try:
-        found, files = evaluate(options, argv)
+        found = evaluate(options, argv)
     except (requests.RequestException, ValueError) as error:
         sys.exit(f"error: {error}")
-    for path in files:
-        print(path)
-    return 1 if found.run.failures else 0
+    print(*write_report(options.out, "results", found, markdown(found)), sep="\n")
+    return int(bool(found.run.failures))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from scripts.shared.command import command_line, make_parser, run
 from scripts.shared.machine import describe, visible_gpus
 from scripts.shared.models import folder_of
 from scripts.shared.report import number, provenance, table_of, write_report
-from scripts.shared.serving import Server, ServerError, serve
+from scripts.shared.serving import Server, serve
 from sglang_ext.calibration.texts import TEXTS
 
 SKETCHES = "sketches"
@@ -38,16 +37,12 @@ TEMPERATURES = (0.0, 1.0)
 
 
 class Confirmed(msgspec.Struct):
-    """How many drafts were right, of a selector with a budget.
-
-    Attributes:
-        first: of each round, how many drafts were confirmed before the first wrong one.
-    """
+    """How many drafts were right, of a selector with a budget."""
 
     selector: str
     budget: int
     temperature: float
-    first: list[int] = []
+    first: list[int] = []  # of each round, drafts that were confirmed before the first wrong one
 
     def tokens_a_verification(self, drafts: int) -> float:
         """What a round of so many drafts gives, in the mean: one token is no draft."""
@@ -88,12 +83,6 @@ def flags_of(options: argparse.Namespace, selector: str, budget: int) -> list[st
     return [*flags.split(), *own, "--model-path", str(options.folder)]
 
 
-def read_texts(options: argparse.Namespace) -> list[list[int]]:
-    """The tokens of each text."""
-    tokenizer = Tokenizer.from_file(str(options.folder / "tokenizer.json"))
-    return [tokenizer.encode(text.read()).ids for text in list(TEXTS.values())[: options.texts]]
-
-
 def measure(
     server: Server, texts: list[list[int]], lengths: Sequence[int], found: Confirmed
 ) -> None:
@@ -126,23 +115,20 @@ def report_of(found: Sequence[Confirmed], drafts: int, head: str) -> str:
 def main(argv: Sequence[str]) -> int:
     """Measure; the exit status."""
     options = parse_options(argv)
-    texts, found = read_texts(options), []
+    tokenizer, found = Tokenizer.from_file(str(options.folder / "tokenizer.json")), []
+    texts = [tokenizer.encode(text.read()).ids for text in list(TEXTS.values())[: options.texts]]
     first, step = options.context, options.drafts
     lengths = range(first, first + options.places * step, step)
     servers = list(itertools.product(options.budgets, options.selectors))
     for budget, selector in tqdm(servers, unit="server"):
-        try:
-            with serve(flags_of(options, selector, budget)) as server:
-                for temperature in TEMPERATURES:
-                    found.append(Confirmed(selector, budget, temperature))
-                    measure(server, texts, lengths, found[-1])
-        except ServerError as error:
-            sys.exit(f"error: {error}")
+        with serve(flags_of(options, selector, budget)) as server:
+            for temperature in TEMPERATURES:
+                found.append(Confirmed(selector, budget, temperature))
+                measure(server, texts, lengths, found[-1])
         head = provenance([command_line("profile_drafts", argv)], describe(visible_gpus()))
         text = report_of(found, options.drafts, head)
         files = write_report(options.out, "results", msgspec.to_builtins(found), text)
-    for path in files:
-        print(path)
+    print(*files, sep="\n")
     return 0
 
 

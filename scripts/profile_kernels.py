@@ -1,12 +1,11 @@
-"""Time the kernels of one layer group, and a whole step of the cache rank, on one GPU.
+"""Time the kernels of one layer group of the cache rank on one GPU.
 
     python -m scripts.profile_kernels [--rows 8] [--tokens 32768] [--json FILE]
     python -m scripts.profile_kernels --attend [--queries 1] [--json FILE]
 
 Shapes are Qwen3-8B's, six layers a group. Each kernel stands beside its plain torch reference where
 that runs in reasonable time, with the bytes that it has to move and the share of the bandwidth of a
-large copy in the same run that this makes. The last rows are whole steps of the selector, without
-channels: what a cache rank needs for a step at the least.
+large copy in the same run that this makes.
 
 With `--attend` it times attention of one layer instead, at several shapes: over bfloat16 keys and
 values, over codes that are decoded first, and over codes where they lie. Of these it says how far
@@ -17,14 +16,160 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.kernels.gather import gather_step
+from cache_rank.kernels.gather import reference as torch_gather
+from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.scatter import reference as torch_scatter
+from cache_rank.kernels.scatter import scatter_step
+from cache_rank.kernels.scatter.reference import layer_buffers
+from cache_rank.kernels.score import reference as torch_score
+from cache_rank.kernels.score import score_step, score_workspace
+from cache_rank.kernels.select import select_step, select_workspace
+from cache_rank.measure.timing import median_microseconds
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.command import make_parser
+from scripts.shared.report import number, table_of
 from scripts.speed.attention import attention_table, measure_attention
-from scripts.speed.kernels import DEVICE, copy_bandwidth, markdown, measure
+
+QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+GROUP_LAYERS = 6
+DRIFTS = ((1.0, 0.02), (1.0, 0.1), (0.0, 1.0))
+"""Slots are selected again by scores of which a share is left and to which noise is added: from
+hardly any noise to scores that have nothing to do with those before."""
+DEVICE = torch.device("cuda")
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second that a large copy reads and writes."""
+    source = torch.empty(1 << 32, dtype=torch.uint8, device=DEVICE)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (1e-6 * median_microseconds(lambda: target.copy_(source)))
+
+
+def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
+    """Time the kernels of one layer group, one after the other."""
+    budget, capacity, pages = config.sparse_budget, config.max_swap_tokens, tokens // PAGE_TOKENS
+    heads = (rows, GROUP_LAYERS, KV_HEADS)
+    pool = (rows * pages, GROUP_LAYERS, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
+    sets = (2, GROUP_LAYERS, rows * budget, KV_HEADS, HEAD_DIM)
+    torch.manual_seed(0)
+    with DEVICE:
+        keys, values = (torch.randn(pool, dtype=torch.bfloat16) for _ in range(2))
+        table = torch.randperm(rows * pages).view(rows, pages).to(torch.int32)
+        slots = torch.arange(rows, dtype=torch.int32)
+        positions = torch.full_like(slots, tokens - 1)
+        paged = PagedRows(table, slots, positions)
+        queries = torch.randn((rows, GROUP_LAYERS, QUERY_HEADS, HEAD_DIM))
+        scores = torch.empty((*heads, tokens))
+        slot_map = torch.full((*heads, budget), -1, dtype=torch.int32)
+        budgets = torch.full((rows,), budget, dtype=torch.int32)
+        entering, entering_slots = torch.empty((2, *heads, capacity), dtype=torch.int32)
+        changed = torch.zeros((rows, 2), dtype=torch.int32)
+        out, out_values = torch.empty((2, *heads, capacity, HEAD_DIM), dtype=torch.bfloat16)
+        everywhere = torch.randint(0, tokens, entering.shape, dtype=torch.int32)
+        places = torch.randint(0, budget, entering.shape, dtype=torch.int32)
+        working_sets = [
+            layer_buffers(list(layers)) for layers in torch.zeros(sets, dtype=torch.bfloat16)
+        ]
+        header = torch.zeros((rows, 6), dtype=torch.int64)
+        applied = torch.empty_like(slots)
+    workspace = score_workspace(*heads, QUERY_HEADS // KV_HEADS, tokens, DEVICE)
+    scratch = select_workspace(*heads, budget, config.hysteresis, DEVICE)
+
+    def row(kernel: str, us: float, torch_us: float, moved: int) -> dict[str, Any]:
+        return {"kernel": kernel, "us": us, "torch_us": torch_us, "bytes": moved}
+
+    def score(by: Callable[..., None] = score_step) -> None:
+        by(queries, keys, paged, 0, HEAD_DIM**-0.5, workspace, scores)
+
+    plain = median_microseconds(lambda: score(torch_score.score_step), 3)
+    yield row("score, bf16 keys", median_microseconds(score), plain, keys.nbytes)
+
+    score()
+    fresh = scores.clone()
+
+    def select() -> None:
+        policy = (config.sink_tokens, config.recent_tokens, config.hysteresis)
+        into = (scratch, entering, entering_slots, changed)
+        select_step(scores, slot_map, slots, positions, budgets, 0, *policy, *into)
+
+    for _ in range(2 * budget // capacity):  # fill the slots
+        scores.copy_(fresh)
+        select()
+    filled_slots, current = slot_map.clone(), fresh
+
+    def restore() -> None:
+        scores.copy_(current)
+        slot_map.copy_(filled_slots)
+        changed.zero_()
+
+    def select_again() -> None:
+        restore()
+        select()
+
+    units = rows * GROUP_LAYERS * KV_HEADS
+    for kept, drift in DRIFTS:
+        current = kept * fresh + drift * torch.randn_like(fresh)
+        select_again()
+        entered = int(changed[:, 0].sum()) / units
+        took = median_microseconds(select_again) - median_microseconds(restore)
+        plain = median_microseconds(lambda: torch.topk(fresh, budget, dim=-1))
+        name = f"select, {units} rows, {entered:.0f} of {budget} enter"
+        yield row(name, took, plain, fresh.nbytes)
+
+    def gather(by: Callable[..., None] = gather_step) -> None:
+        by(keys, values, paged, 0, everywhere, out, out_values)
+
+    expected = header[:, :4].contiguous()
+
+    def scatter(by: Callable[..., None] = scatter_step) -> None:
+        by(*working_sets, slots * budget, header, expected, places, out, out_values, applied)
+
+    moved, size = 2 * 2 * out.nbytes, f"{capacity} tokens a row"
+    plain = median_microseconds(lambda: gather(torch_gather.gather_step))
+    yield row(f"gather, {size}", median_microseconds(gather), plain, moved)
+    plain = median_microseconds(lambda: scatter(torch_scatter.scatter_step))
+    yield row(f"scatter, {size}", median_microseconds(scatter), plain, moved)
+
+
+def measure(rows: int, tokens: int) -> dict[str, Any]:
+    """Time the kernels over so many sequences of so many tokens; `--json`.
+
+    Says each time as soon as there is one: some kernels take long to compile.
+    """
+    model = ModelShape(36, QUERY_HEADS, KV_HEADS, HEAD_DIM, "bfloat16", HEAD_DIM**-0.5)
+    config = CacheRankConfig(
+        model, layers_per_group=GROUP_LAYERS, kv_residency="bf16", max_rows=rows
+    )
+    bandwidth = copy_bandwidth()
+    results: list[dict[str, Any]] = []
+    for row in kernel_rows(config, rows, tokens):
+        print(f"{row['kernel']}: {row['us']:.0f} µs", file=sys.stderr, flush=True)
+        row["share"] = row["bytes"] / (1e-6 * row["us"]) / bandwidth
+        results.append(row)
+    shape = f"{rows} x {tokens} tokens, {torch.cuda.get_device_name()}"
+    return {"shape": shape, "copy_bytes_per_second": bandwidth, "rows": results}
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """A table of the kernels."""
+    return table_of(
+        {
+            "kernel": row["kernel"],
+            "µs": number(row["us"], 0),
+            "torch, µs": number(row["torch_us"], 0),
+            "MB": number(row["bytes"] / 1e6, 0),
+            "share of copy": number(row["share"]),
+        }
+        for row in rows
+    )
 
 
 def main() -> None:
@@ -42,7 +187,8 @@ def main() -> None:
         sys.exit(f"error: --tokens must be a multiple of {PAGE_TOKENS}")
     torch.set_grad_enabled(False)
     if options.attend:
-        report = measure_attention(options.queries, copy_bandwidth(), DEVICE)
+        with DEVICE:
+            report = measure_attention(options.queries, copy_bandwidth())
         text = attention_table(report["rows"])
     else:
         report = measure(options.rows, options.tokens)

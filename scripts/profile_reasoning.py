@@ -18,20 +18,32 @@ as results come.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from scripts.reasoning.loads import Load
-from scripts.reasoning.measures import Measurement, Results
+from tqdm import tqdm
+
+from scripts.reasoning.client import Answer, send
+from scripts.reasoning.loads import Load, Request
+from scripts.reasoning.measures import Measurement, measure
 from scripts.reasoning.report import write_results
-from scripts.reasoning.serving import job_of, run_job
 from scripts.shared import machine
 from scripts.shared.command import command_line, explained, make_parser, run
-from scripts.speed.jobs import add_engine_options
+from scripts.shared.comparison import GRAPH_BATCHES
+from scripts.shared.models import model_config
+from scripts.shared.serving import Server
+from scripts.shared.systems import System
+from scripts.speed.jobs import SEED, Job, Shape, add_engine_options, make_job
+from scripts.speed.serving import Results, measure_all
+
+WARM_UP_TOKENS = 32
+LOAD_SECONDS = 3600
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; ends if it is wrong."""
+    """The command line, with its jobs; ends if it is wrong."""
     parser = make_parser("profile_reasoning", __doc__)
     add_engine_options(parser, budget=None)
     add = parser.add_argument
@@ -40,11 +52,9 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--servers", type=int, default=1, help="side by side, on as many GPUs: a system that takes "
         "two GPUs has half as many. A request goes to the one that has fewest")  # fmt: skip
     add("--rounds", type=int, default=1, help="requests of a stream, one after the other")
-    add("--repeats", type=int, default=1, help="times that a load is sent, with other prompts")
-    add("--load-seconds", type=float, default=3600.0, help="deadline of one run of a load")
     options = parser.parse_args(argv)
-    if min(options.servers, options.rounds, options.repeats) < 1:
-        parser.error("--servers, --rounds and --repeats must be at least 1")
+    if min(options.servers, options.rounds) < 1:
+        parser.error("--servers and --rounds must be at least 1")
     if any(label.startswith("floor") for label in options.systems):
         parser.error("floor answers no requests")
     try:
@@ -54,23 +64,54 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+def job_of(label: str, options: argparse.Namespace) -> Job:
+    """The servers of a system, each of which has its share of the streams."""
+    servers = max(1, options.servers // System.parse(label).gpus)
+    longest = max(load.longest for load in options.loads)
+    streams = -(-max(load.streams for load in options.loads) // servers)
+    batches = [batch for batch in GRAPH_BATCHES if batch < streams] + [streams]
+    return make_job(label, [Shape(batch, longest) for batch in batches], options, servers)
+
+
+def measure_load(
+    servers: Sequence[Server], options: argparse.Namespace, measurement: Measurement
+) -> None:
+    """Warm up with prompts of a load and short answers, send it, and measure the answers."""
+    load = next(load for load in options.loads if load.name == measurement.load)
+    vocabulary = model_config(options.model)["vocab_size"]
+
+    async def in_time(requests: Sequence[Request], note: Callable[[int], object]) -> list[Answer]:
+        async with asyncio.timeout(LOAD_SECONDS):
+            return await send([server.url for server in servers], requests, load.streams, note)
+
+    first = load.draw(1, vocabulary, SEED)
+    warm_up = [Request(request.prompt, WARM_UP_TOKENS) for request in first]
+    asyncio.run(in_time(warm_up, lambda tokens: None))
+    requests = load.draw(options.rounds, vocabulary, SEED + 1)
+    total = sum(request.answer for request in requests)
+    with tqdm(total=total, unit="tok", unit_scale=True, desc=load.name) as bar:
+        busy = time.process_time()
+        answers = asyncio.run(in_time(requests, bar.update))
+        measurement.run = measure(load, answers, time.process_time() - busy)
+
+
 def main(argv: Sequence[str]) -> int:
     """Run; the exit status."""
-    options, gpus = parse_options(argv), machine.visible_gpus()
-    results = Results(
-        [command_line("profile_reasoning", argv)], machine.describe(gpus), options.jobs
-    )
-    files: list[Path] = []
+    options = parse_options(argv)
+    described = machine.describe(machine.visible_gpus())
+    results = Results([command_line("profile_reasoning", argv)], described, options.jobs)
 
-    def note(measurement: Measurement) -> None:
-        results.measurements.append(measurement)
-        files[:] = write_results(results, options.out)
+    def measurements_of(job: Job) -> list[Measurement]:
+        return [Measurement(system=job.system, load=load.name) for load in options.loads]
 
-    for job in options.jobs:
-        run_job(job, options, gpus, note)
-    print(*files, sep="\n")
-    return int(any(measurement.failure for measurement in results.measurements))
+    def measure_one(servers: Sequence[Server], job: Job, measurement: Measurement) -> None:
+        measure_load(servers, options, measurement)
+
+    def write() -> list[Path]:
+        return write_results(results, options.out)
+
+    return measure_all(results, options.jobs, measurements_of, measure_one, write, options.out)
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, "interrupted; what was measured is in --out")

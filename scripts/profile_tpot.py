@@ -7,47 +7,76 @@
 
 Each system is served on GPUs of its own: one that fails is a line in the table, and its log is in
 OUT/logs. The exit status is 1 then. Results are written as they come, in JSON and Markdown;
-`--resume` measures what is missing, on the same machine and with the same settings.
+`--resume` measures what is missing, on the same kind of GPUs and with the same settings.
 Weights are random numbers in the shapes of `model_shapes`; see scripts.speed.weights for which.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from scripts.shared.command import explained, make_parser
-from scripts.speed.jobs import Shape, add_engine_options
-from scripts.speed.profile import profile
+from scripts.shared import machine
+from scripts.shared.command import command_line, explained, make_parser, run
+from scripts.speed.bench import measure_shape
+from scripts.speed.jobs import Job, Shape, add_engine_options, make_job
+from scripts.speed.records import Measurement
+from scripts.speed.report import read_results, write_results
+from scripts.speed.serving import Results, measure_all
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """The command line, with jobs and what OUT holds already; ends if it is wrong."""
     parser = make_parser("profile_tpot", __doc__)
-    add = parser.add_argument
     add_engine_options(parser, budget=2048)
+    add = parser.add_argument
     add("--shapes", nargs="+", type=explained(Shape.parse), required=True, help="BATCHxCONTEXT")
-    add("--repeats", type=int, default=3, help="windows of decode steps")
-    add("--window", type=int, default=64, help="decode steps of a window")
-    add("--skip-steps", type=int, help="steps before the first window; default: enough to settle")
-    add("--shape-seconds", type=float, default=300.0, help="deadline of one shape")
     add("--resume", action="store_true", help="keep what OUT holds and measure the rest")
     options = parser.parse_args(argv)
-    if min(options.repeats, options.window) < 1:
-        parser.error("--repeats and --window must be at least 1")
+    try:
+        options.jobs = [make_job(label, options.shapes, options) for label in options.systems]
+    except ValueError as error:
+        parser.error(str(error))
+    described = machine.describe(machine.visible_gpus())
+    options.results = Results([], described, conditions=conditions(options, described))
+    earlier = read_results(options.out)
+    if earlier.measurements and not options.resume:
+        parser.error(f"{options.out} has results: pass --resume, or another --out")
+    if earlier.measurements:
+        if (then := earlier.conditions) != (now := options.results.conditions):
+            parser.error(f"{options.out} was measured with {then}, not {now}: pass another --out")
+        options.results = earlier
+    options.results.commands.append(command_line("profile_tpot", argv))
     return options
+
+
+def conditions(options: argparse.Namespace, described: dict[str, Any]) -> dict[str, Any]:
+    """What all measurements of a record have in common."""
+    settings = {name: getattr(options, name) for name in ("sparse_budget", "sparse_threshold")}
+    versions = {name: described.get(name) for name in machine.VERSIONS}
+    kinds = sorted(set(described["gpus"]))  # not how many: jobs get as many as they need
+    return {"model": options.model, **settings, **options.engine, "GPUs": kinds, **versions}
 
 
 def main(argv: Sequence[str]) -> int:
     """Run; the exit status."""
     options = parse_options(argv)
-    try:
-        return profile(options, argv)
-    except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    results: Results = options.results
+    measured = {(one.system, one.shape) for one in results.measurements}
+
+    def missing(job: Job) -> list[Measurement]:
+        shapes = [shape for shape in job.shapes if (job.system, shape) not in measured]
+        return [Measurement(system=job.system, shape=shape) for shape in shapes]
+
+    def write() -> list[Path]:
+        return write_results(results, options.out)
+
+    jobs = [job for job in options.jobs if missing(job)]
+    results.jobs += jobs
+    return measure_all(results, jobs, missing, measure_shape, write, options.out)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main, "interrupted; what was measured is in --out")

@@ -15,22 +15,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
-from typing import Any
 
 import msgspec
-from tqdm import tqdm
 
+from scripts.reasoning.client import send
+from scripts.reasoning.loads import Request
 from scripts.shared import machine
 from scripts.shared.command import command_line, make_parser, run
+from scripts.shared.models import model_config
 from scripts.shared.report import number, provenance, table_of, write_report
 from scripts.shared.serving import Client, Server
-from scripts.shared.streaming import chunks_of, connect
-from scripts.speed.bench import make_prompts
-from scripts.speed.jobs import Job, Settings, Shape, add_engine_options, make_job
-from scripts.speed.serving import measure_each
+from scripts.speed import serving
+from scripts.speed.jobs import SEED, Job, Shape, add_engine_options, make_job, make_prompts
+from scripts.speed.serving import Results, measure_all
 
 TURNS = 4
 LEAST_ANSWER = 64
@@ -51,23 +51,11 @@ class Asked(msgspec.Struct):
     cached: list[int] = []
 
 
-class Measurement(msgspec.Struct):
+class Measurement(serving.Measurement, kw_only=True):
     """One system at one length."""
 
-    system: str
     length: int
-    failure: str = ""  # why there are no numbers
-    asked: list[Asked] = []
-    memory_gib: list[float] = []  # in use at the end, one entry a GPU
-
-
-class Results(msgspec.Struct):
-    """All that is written: the command, the machine, the engines, and what was measured."""
-
-    command: str
-    machine: dict[str, Any]
-    jobs: list[Job]
-    measurements: list[Measurement] = []
+    asked: list[Asked] = msgspec.field(default_factory=list)
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -80,10 +68,9 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.repeats < 1 or min(options.lengths) < 2 * TURNS:
         parser.error(f"--repeats must be at least 1, and --lengths at least {2 * TURNS}")
-    given = {k: v for k, v in vars(options).items() if k in Settings.__struct_fields__}
     shapes = [Shape(1, length + _answer(length)) for length in options.lengths]
     try:
-        options.jobs = [make_job(label, shapes, Settings(**given)) for label in options.systems]
+        options.jobs = [make_job(label, shapes, options) for label in options.systems]
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -95,30 +82,22 @@ def _answer(length: int) -> int:
 
 def ask(client: Client, prompt: list[int], asked: Asked) -> list[int]:
     """Ask, note when the first token came and what was cached, and return the answer."""
-    return asyncio.run(_ask(client.url, prompt, asked))
-
-
-async def _ask(url: str, prompt: list[int], asked: Asked) -> list[int]:
-    parameters = {"max_new_tokens": _answer(len(prompt)), "temperature": 0.0, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": parameters}
-    answer = list[int]()
-    async with asyncio.timeout(REQUEST_SECONDS), connect() as session:
-        sent = time.perf_counter()
-        async for chunk in chunks_of(session, url, body):
-            if not answer:
-                asked.seconds.append(time.perf_counter() - sent)
-                asked.cached.append(chunk["meta_info"]["cached_tokens"])
-            answer += chunk["output_ids"]
-    return answer
+    request = Request(prompt, _answer(len(prompt)))
+    sent = send([client.url], [request], 1, lambda tokens: None)
+    (answer,) = asyncio.run(asyncio.wait_for(sent, REQUEST_SECONDS))
+    asked.seconds.append(answer.times[0] - answer.sent)
+    asked.cached.append(answer.cached)
+    return answer.output
 
 
 def measure(client: Client, job: Job, repeats: int, measurement: Measurement) -> None:
     """Ask prompts of a length and hold conversations, after one of each that does not count."""
-    length, seed = measurement.length, job.settings.seed
-    drawn = make_prompts([length] * 2 * (repeats + 1), job.vocabulary, seed + length)
+    length, vocabulary = measurement.length, model_config(job.model)["vocab_size"]
+    drawn = make_prompts([length] * 2 * (repeats + 1), vocabulary, SEED + length)
     kinds = ["new", "again", *(f"turn {turn}" for turn in range(1, TURNS + 1))]
-    for repeat in tqdm(range(repeats + 1), desc=f"{measurement.system} {length}"):
-        asked = [Asked(kind) for kind in kinds]
+    measurement.asked = [Asked(kind) for kind in kinds]
+    for repeat in range(repeats + 1):
+        asked = [Asked(kind) for kind in kinds] if repeat == 0 else measurement.asked
         alone, spoken = drawn[2 * repeat], drawn[2 * repeat + 1]
         for each in asked[:2]:
             ask(client, alone, each)
@@ -126,53 +105,45 @@ def measure(client: Client, job: Job, repeats: int, measurement: Measurement) ->
         for turn, each in enumerate(asked[2:]):
             said += spoken[turn * step : (turn + 1) * step]
             said += ask(client, said, each)
-        if repeat == 0:
-            measurement.asked = [Asked(kind) for kind in kinds]
-            continue
-        for total, each in zip(measurement.asked, asked, strict=True):
-            total.seconds += each.seconds
-            total.cached += each.cached
 
 
-def _rows(measurement: Measurement) -> list[dict[str, str]]:
-    system, length = {"system": measurement.system}, {"length": str(measurement.length)}
-    if measurement.failure:
-        return [system | {"request": measurement.failure.replace("|", "/")} | length]
+def _rows(m: Measurement) -> list[dict[str, str]]:
+    common = {"system": m.system, "length": str(m.length)}
+    if m.failure:
+        return [common | {"request": m.failure}]
     return [
-        system
-        | {"request": each.kind}
-        | length
-        | {
+        {
+            **common,
+            "request": each.kind,
             "TTFT ms": number(1e3 * median(each.seconds), 1),
-            "least, most": ", ".join(
-                number(1e3 * bound, 1) for bound in (min(each.seconds), max(each.seconds))
-            ),
+            "least": number(1e3 * min(each.seconds), 1),
+            "most": number(1e3 * max(each.seconds), 1),
             "cached": number(median(each.cached), 0),
         }
-        for each in measurement.asked
+        for each in m.asked
     ]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run; the exit status."""
-    options, gpus = parse_options(argv), machine.visible_gpus()
-    results = Results(command_line("profile_ttft", argv), machine.describe(gpus), options.jobs)
+    options = parse_options(argv)
+    described = machine.describe(machine.visible_gpus())
+    results = Results([command_line("profile_ttft", argv)], described, options.jobs)
 
-    def note(measurement: Measurement) -> None:
-        results.measurements.append(measurement)
-        rows = (row for each in results.measurements for row in _rows(each))
-        head = f"# Time to the first token: {options.model}"
-        parts = [head, provenance([results.command], results.machine), EXPLANATION, table_of(rows)]
-        write_report(options.out, "results", results, "\n\n".join(parts))
+    def measurements_of(job: Job) -> list[Measurement]:
+        return [Measurement(system=job.system, length=length) for length in options.lengths]
 
     def measure_length(servers: list[Server], job: Job, measurement: Measurement) -> None:
         measure(servers[0], job, options.repeats, measurement)
 
-    for job in options.jobs:
-        lengths = [Measurement(job.system, length) for length in options.lengths]
-        measure_each(lengths, measure_length, note, job, gpus, options.out)
-    return int(any(measurement.failure for measurement in results.measurements))
+    def write() -> list[Path]:
+        rows = (row for each in results.measurements for row in _rows(each))
+        head = f"# Time to the first token: {options.model}"
+        parts = [head, provenance(results.commands, described), EXPLANATION, table_of(rows)]
+        return write_report(options.out, "results", results, "\n\n".join(parts))
+
+    return measure_all(results, options.jobs, measurements_of, measure_length, write, options.out)
 
 
 if __name__ == "__main__":
-    run(main)
+    run(main, "interrupted; what was measured is in --out")

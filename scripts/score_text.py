@@ -9,22 +9,39 @@
 Each system is served in turn and decodes the first --context tokens of each text: the tokens are
 forced, so that all decode the same ones, and their distributions at the last --tokens are compared
 over the whole vocabulary. Dense decoding is always served, to compare with. A label may leave its
-budget to the server, `inline:sparse_budget=null`. Writes results.json, results.md and a plot.
+budget to the server, `inline:sparse_budget=null`. Writes results.json and results.md.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
-from scripts.language.scoring import score
+import msgspec
+from transformers import AutoTokenizer
+
+from scripts.language import forcing
+from scripts.language.divergence import compare, kl_by_token
+from scripts.language.forcing import Forced, force
+from scripts.language.report import Report, Score, TextRun, write_report
 from scripts.shared.command import make_parser, run
-from scripts.shared.comparison import add_options, read_options
-from scripts.shared.serving import ServerError
-from scripts.shared.systems import CACHE_RANK, DECODE_MODES, INLINE
-from sglang_ext.calibration.texts import TEXTS, find_text
+from scripts.shared.comparison import (
+    Load,
+    add_options,
+    attended_tokens,
+    make_systems,
+    read_options,
+    serve_each,
+    start_run,
+)
+from scripts.shared.models import folder_of
+from scripts.shared.serving import Client, ServerError
+from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE, INLINE, System
+from sglang_ext.calibration.texts import LONGEST_TOKEN, TEXTS, find_text
 
 SETTINGS: dict[str, Any] = {
     "sink_tokens": 4,
@@ -68,16 +85,124 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
+class Tokens(NamedTuple):
+    """A text as the model reads it: what is prefilled, and what is decoded."""
+
+    name: str
+    prompt: list[int]
+    forced: list[int]
+
+
+def tokenize(options: argparse.Namespace) -> list[Tokens]:
+    """The first tokens of each text; ValueError if one is too short, or cannot be read."""
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder_of(options.model))
+    before = options.context - options.tokens - options.warm_up
+    found = []
+    for text in options.texts:
+        start = text.read()[: LONGEST_TOKEN * options.context]  # a book takes a minute
+        ids = tokenizer(start)["input_ids"][: options.context]
+        if len(ids) < options.context:
+            raise ValueError(
+                f"{text.name}: has {len(ids)} tokens, and {options.context} are needed"
+            )
+        found.append(Tokens(text.name, ids[:before], ids[before:]))
+    return found
+
+
+class Scoring:
+    """Compares distributions of systems with those of dense decoding.
+
+    Attributes:
+        scores: of all systems so far.
+    """
+
+    def __init__(self, options: argparse.Namespace, texts: Sequence[Tokens]) -> None:
+        self.scores: list[Score] = []
+        self._options, self._texts = options, texts
+        self._dense: dict[str, Forced] = {}
+
+    def decode(self, server: Client, system: System) -> None:
+        """Decode all texts; dense decoding comes first, and the others are scored against it."""
+        folder = self._options.out / "logits" / system.label.replace("/", "_")
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def one(text: Tokens) -> Forced:
+            return force(server, text.prompt, text.forced, folder / f"{text.name}.float32")
+
+        with ThreadPoolExecutor(len(self._texts)) as pool:
+            decoded = list(pool.map(one, self._texts))
+        for text, forced in zip(self._texts, decoded, strict=True):
+            if system.label == DENSE:
+                self._dense[text.name] = forced
+                continue
+            self.scores.append(self._score(system, text.name, forced))
+            forced.file.unlink()
+
+    def _score(self, system: System, name: str, forced: Forced) -> Score:
+        options, statistics = self._options, forced.statistics
+        first = len(forced.tokens) - options.tokens  # that counts
+        # The first token comes from the prefill, which is dense in every system.
+        sparse_from = forced.first_sparse if system.has_cache_rank else 1
+        if not system.is_sparse:
+            sparse_from = first
+        if sparse_from > first:
+            reason = statistics["dense_reason"] or "waits for its selection"
+            raise ServerError(
+                f"{name}: attention was dense for {sparse_from} tokens ({reason}): --warm-up "
+                f"{first} is too short"
+            )
+        dense, found = (run.log_probabilities(sparse_from) for run in (self._dense[name], forced))
+        counted = slice(first - sparse_from, None)
+        divergence = compare(dense[counted], found[counted], forced.tokens[first:])
+        label, budget = system.without_budget()
+        attended = options.context
+        if system.is_sparse:
+            said = statistics.get("attended_tokens")  # baselines say nothing
+            attended = said or min(attended, attended_tokens(system, options.settings))
+        return Score(
+            text=name,
+            system=label,
+            budget=budget,
+            attended=attended,
+            **msgspec.structs.asdict(divergence),
+            sparse_from=sparse_from if system.is_sparse else None,
+            kl_after_transition=kl_by_token(dense, found).round(decimals=6).tolist(),
+            late_steps=statistics.get("late_steps", 0),
+            stale_steps=statistics.get("stale_steps", 0),
+        )
+
+
+def score(options: argparse.Namespace, argv: Sequence[str]) -> TextRun:
+    """Score all systems, and write what there is, also of an interrupted run."""
+    texts = tokenize(options)
+    found = TextRun(
+        **start_run("score_text", argv, options),
+        context=options.context,
+        scored=options.tokens,
+        warm_up=options.warm_up,
+        texts={text.name: text.sha256 for text in options.texts},
+    )
+    options.server_flags = [*forcing.SERVER_FLAGS, *options.server_flags]
+    load = Load(len(texts), len(texts) * options.context, len(texts[0].prompt))
+    scoring = Scoring(options, texts)
+    try:
+        serve_each([System.parse(DENSE)], options, load, found, scoring.decode)
+        if DENSE in found.failures:
+            raise ServerError(f"dense decoding failed: {found.failures[DENSE]}")
+        others = [system for system in make_systems(options) if system.label != DENSE]
+        serve_each(others, options, load, found, scoring.decode)
+    finally:
+        shutil.rmtree(options.out / "logits", ignore_errors=True)
+        print(*write_report(Report(found, scoring.scores), options.out), sep="\n")
+    return found
+
+
 def main(argv: Sequence[str]) -> int:
     """Score; the exit status."""
-    options = parse_options(argv)
     try:
-        found, files = score(options, argv)
+        return int(bool(score(parse_options(argv), argv).failures))
     except (ServerError, ValueError) as error:
         sys.exit(f"error: {error}")
-    for path in files:
-        print(path)
-    return 1 if found.run.failures else 0
 
 
 if __name__ == "__main__":

@@ -17,17 +17,53 @@ or end on the machine meanwhile: its files in /dev/shm would count as left behin
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import contextlib
+import random
+import re
+import statistics
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import psutil
+import requests
 from rich.console import Console
+from rich.status import Status
 
-from scripts.accuracy.demonstration import environment
-from scripts.operations.disturbances import DISTURBANCES
-from scripts.operations.soak import CACHE_RANK, Setting, soak
+from scripts.demo import environment
+from scripts.operations.disturbances import DISTURBANCES, Scene
+from scripts.operations.streams import Streams
+from scripts.operations.watch import Watch
 from scripts.shared.command import make_parser, run
+from scripts.shared.serving import Server, serve
+from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 INLINE = "inline"
 MODES = ("full", "working-set", INLINE)
+
+TIMEOUT = 2.0
+"""Seconds after which the server counts a silent cache rank as down."""
+
+# A working set holds all tokens of a chain, so that an answer has one right value whichever way it
+# was computed: a wrong token is a token of the wrong place or time.
+ARGUMENTS = (
+    "--sparse-threshold 270 --sparse-budget 640 --sink-tokens 4 --recent-tokens 16 "
+    "--max-total-tokens 8000 --enable-metrics"
+).split()
+
+CACHE_RANK = (
+    f"--cache-rank-gpus 1 --max-swap-tokens 64 --cache-rank-timeout {TIMEOUT} "
+    '--cache-rank-config {"query_window":8,"layers_per_group":1,"bulk_chunk_tokens":128,'
+    '"cache_rank_max_restart_delay":2}'
+).split()
+"""Where tokens are selected by a cache rank; without these, the server's own process selects."""
+
+SECONDS_BETWEEN_DISTURBANCES = (0.5, 3.0)
+SECONDS_TO_END = 60.0
+METRICS_OF_A_PROCESS = re.compile(r"(?:counter|gauge|histogram|summary)\w*_(\d+)\.db")
+"""The names of files in which Prometheus' client keeps what a process with this pid has counted."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -36,17 +72,146 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--seconds", type=float, default=120, help="in all, start-up apart; default: 120")
     add("--streams", type=int, default=8, help="requests at once; default: 8")
-    add("--requests", type=int, default=100_000, help="after so many a mode ends early")
     add("--modes", nargs="+", choices=MODES, default=list(MODES),
         help="--inference-kv of a cache rank, or none; default: one after the other")  # fmt: skip
-    add("--seed", type=int, default=0, help="of prompts and disturbances; default: 0")
     add("--disturbances", nargs="+", choices=list(DISTURBANCES), default=list(DISTURBANCES),
         help="those that come, drawn by their weights; default: all")  # fmt: skip
     add("flags", nargs="*", help="flags of the server, behind --")
-    options = parser.parse_args(argv)
-    if options.seconds <= 0 or options.streams < 1 or options.requests < 1:
-        parser.error("--seconds, --streams and --requests: must be above 0")
-    return options
+    return parser.parse_args(argv)
+
+
+class Soak:
+    """Streams and disturbances against one server, and what came of them.
+
+    Attributes:
+        mistakes: what was wrong, in words; empty if nothing was.
+        interrupted: whether it was ended before its time.
+    """
+
+    def __init__(self, server: Server, streams: int, names: Sequence[str]) -> None:
+        """Begin to use a server; disturbances are drawn of these names."""
+        self.mistakes: list[str] = []
+        self.interrupted = False
+        self._first = server.cache_rank()
+        self._has_cache_rank = "pid" in self._first
+        self._disturbances: Counter[str] = Counter()
+        self._server, self._names = server, names
+        self._watch = Watch(server, server.process.pid)
+        self._streams = Streams(server, streams)
+
+    def use(self, seconds: float, status: Status, mode: str) -> None:
+        """Disturb the server for so long, and end what is under way."""
+        source = random.Random("disturbances")
+        scene = Scene(self._server, self._streams, source, TIMEOUT)
+        deadline = time.monotonic() + seconds
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                status.update(f"{mode}: {left:.0f} s left: {len(self._streams.ended)} requests")
+                time.sleep(source.uniform(*SECONDS_BETWEEN_DISTURBANCES))
+                if self._server.process.poll() is not None:
+                    self.mistakes.append(f"the server ended: {self._server.tail()[-500:]}")
+                    break
+                weights = [DISTURBANCES[name].weight for name in self._names]
+                (name,) = source.choices(self._names, weights)
+                self._disturbances[name] += 1
+                try:
+                    DISTURBANCES[name].act(scene)
+                except Exception as error:  # one that the server does not take is a finding
+                    self.mistakes.append(f"{type(error).__name__}: {error}")
+        except KeyboardInterrupt:
+            self.interrupted = True
+        finally:
+            self._streams.stop()
+            try:
+                self.mistakes += self._what_is_left()
+            finally:
+                self._watch.stop()
+        self.mistakes += [one.mistake for one in self._streams.ended if one.mistake]
+        for name, memory in self._watch.memories(self._has_cache_rank).items():
+            if not memory.late and not self.interrupted:
+                self.mistakes.append(f"the memory of the {name} was not seen: soak for longer")
+            elif not memory.flat:
+                self.mistakes.append(f"the memory of the {name} grows: {memory}")
+
+    def _what_is_left(self) -> list[str]:
+        """What is not as before the first request, when the last one has ended."""
+        server, with_cache_rank = self._server, self._has_cache_rank
+        if server.process.poll() is not None:
+            return []
+        try:
+            idle = {"up": True, "sequences": 0} if with_cache_rank else {"sparse_requests": 0}
+            server.wait_for(SECONDS_TO_END, **idle)
+            server.flush_cache(SECONDS_TO_END)  # prompts are kept for those who come again
+            empty = {"tokens_held": 0} if with_cache_rank else {}
+            state = server.wait_for(SECONDS_TO_END, **empty)
+        except (TimeoutError, requests.RequestException) as error:
+            return [str(error)[:500]]
+        if missing := self._first["pool_free_tokens"] - state["pool_free_tokens"]:
+            return [f"{missing} tokens of SGLang's pool are not free"]
+        return []
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was wrong until its end."""
+        return not self.mistakes and not self.interrupted
+
+    def __str__(self) -> str:
+        """The verdict in one line; one that was interrupted has not passed."""
+        result = "FAILED" if self.mistakes else "INTERRUPTED" if self.interrupted else "PASSED"
+        ended, outages = self._streams.ended, self._watch.outages
+        kinds = Counter(one.kind for one in ended)
+        parts = [
+            f"{len(ended)} requests ("
+            + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+            + f"; {sum(one.sparse_steps > 0 for one in ended)} sparse)",
+            f"the longest {max((one.seconds for one in ended), default=0):.1f} s",
+            f"{len(self.mistakes)} mistakes",
+            f"{self._disturbances.total()} disturbances",
+        ]
+        if outages:
+            median, most = statistics.median(outages), max(outages)
+            parts += [
+                f"{len(outages)} losses of {sum(one.losses for one in ended)} sparse requests",
+                f"up again after {median:.1f} s, {most:.1f} at most",
+            ]
+        for name, memory in self._watch.memories(self._has_cache_rank).items():
+            parts.append(f"memory of the {name} {memory}")
+        return f"{result}: {', '.join(parts)}"
+
+
+@contextlib.contextmanager
+def soaking(options: argparse.Namespace, mode: str) -> Iterator[Soak]:
+    """A server in a mode, under use; what it leaves behind is a mistake."""
+    flags, names = options.flags, options.disturbances
+    if mode == INLINE:
+        names = [name for name in names if not DISTURBANCES[name].of_cache_rank]
+    else:
+        most = ["--max-sparse-requests", str(options.streams)]
+        flags = [*CACHE_RANK, "--inference-kv", mode, *most, *flags]
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        variables = {**environment(), ALLOW_LARGE_BUDGET_VARIABLE: "1", "TMPDIR": folder}
+        with serve([*ARGUMENTS, *flags], variables) as server:
+            server.generate([5, 6, 7], 2)  # some files are made with the first token
+            places = Path(folder), Path("/dev/shm")
+            files = files_in(*places)
+            soak = Soak(server, options.streams, names)
+            yield soak
+            left = files_in(*places) - files
+            soak.mistakes.extend(f"left behind: {name}" for name in sorted(left))
+
+
+def files_in(*places: Path) -> set[str]:
+    """What lies in folders that a server leaves files in.
+
+    Without the metrics of processes that live, which are made when something is first counted.
+    """
+    found = (path for place in places for path in place.rglob("*"))
+    return {str(path) for path in found if not _is_of_a_living_process(path.name)}
+
+
+def _is_of_a_living_process(name: str) -> bool:
+    metrics = METRICS_OF_A_PROCESS.fullmatch(name)
+    return metrics is not None and psutil.pid_exists(int(metrics[1]))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,26 +220,13 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     failed = False
     for mode in options.modes:
-        arguments, disturbances = options.flags, options.disturbances
-        if mode == INLINE:
-            disturbances = [one for one in disturbances if not DISTURBANCES[one].of_cache_rank]
-        else:
-            most = ["--max-sparse-requests", str(options.streams)]
-            arguments = [*CACHE_RANK, "--inference-kv", mode, *most, *arguments]
-        setting = Setting(
-            options.seconds / len(options.modes),
-            options.streams,
-            options.requests,
-            options.seed,
-            disturbances,
-        )
-        with console.status(f"{mode}: starting") as status:
-            verdict = soak(arguments, environment(), setting, status.update)
-        console.print(f"{mode}: {verdict}", soft_wrap=True, highlight=False)
-        for mistake in verdict.mistakes:
+        with console.status(f"{mode}: starting") as status, soaking(options, mode) as soak:
+            soak.use(options.seconds / len(options.modes), status, mode)
+        console.print(f"{mode}: {soak}", soft_wrap=True, highlight=False)
+        for mistake in soak.mistakes:
             console.print(f"  {mistake}", soft_wrap=True, highlight=False, markup=False)
-        failed |= verdict.result != "PASSED"
-        if verdict.interrupted:
+        failed |= not soak.passed
+        if soak.interrupted:
             break
     return int(failed)
 

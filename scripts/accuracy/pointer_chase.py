@@ -1,11 +1,7 @@
 """Restated pointer chase: a retrieval task whose every step a program can check.
 
-    problem = make_chain(seed=0, facts=128, hops=80)
-    problem.prompt, problem.answer, problem.max_tokens
-    problem.grade(text)
-
 A prompt states key-value pairs in random order; together they form one cycle over random keys. The
-decode walks the cycle from a start key: each key is stated `restatements` times, then its value
+decode walks the cycle from a start key: each key is stated RESTATEMENTS times, then its value
 follows, and the value becomes the next key. The words have two roles (`s17` is key 17, `d17` is the
 value 17), so that a fact is found from its key and not from its value:
 
@@ -15,8 +11,8 @@ value 17), so that a fact is found from its key and not from its value:
 Each hop needs exactly one earlier token and no error can be recovered from, so that the fraction of
 exact chains is the probability of a correct hop to the power of the number of hops: a sensitive
 measure of what a sparse or compressed KV cache loses. Restating gives the lookup a query which
-repeats itself, and so tolerates a selection up to `restatements - 1` steps old. The bundled model
-is trained on three statements of 128 keys. It is no evidence about natural text.
+repeats itself, and so tolerates a selection up to RESTATEMENTS - 1 steps old. It is no evidence
+about natural text.
 
 The task descends from multi-query associative recall (Zoology, arXiv 2312.04927).
 """
@@ -28,6 +24,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+KEYS, RESTATEMENTS = 128, 3
+"""What the bundled model is trained on."""
+
 WALK = "go"
 """Ends what a prompt states and starts the answer."""
 
@@ -36,7 +35,6 @@ class Grade(NamedTuple):
     """What a decode got right. A hop is one lookup: a value which follows from the key before."""
 
     correct_hops: int  # hops which follow from the word before them, also after a mistake
-    hops: int  # hops of the whole answer
     exact: bool  # every word is right
 
 
@@ -45,16 +43,11 @@ class Problem:
     """A prompt whose continuation a program can check.
 
     The words carry no `<bos>`: the tokenizer adds it.
-
-    Attributes:
-        prompt: what the model is given, words separated by spaces.
-        answer: the words to decode.
-        successor: the word that a lookup finds, for every word which is looked up.
     """
 
-    prompt: str
-    answer: tuple[str, ...]
-    successor: Mapping[str, str]
+    prompt: str  # words separated by spaces
+    answer: tuple[str, ...]  # the words to decode
+    successor: Mapping[str, str]  # what a lookup finds, for every word which is looked up
 
     @property
     def max_tokens(self) -> int:
@@ -68,14 +61,8 @@ class Problem:
 
     def grade(self, text: str) -> Grade:
         """Compare a decoded text, without the prompt and special tokens, with the answer."""
-        words = text.split()[: self.max_tokens]
-        pairs = enumerate(zip(words, self.answer, strict=False))
-        matched = next((index for index, (word, right) in pairs if word != right), len(words))
-        return Grade(
-            correct_hops=min(sum(self._found(words)), self.hops),
-            hops=self.hops,
-            exact=matched == self.max_tokens,
-        )
+        words = tuple(text.split()[: self.max_tokens])
+        return Grade(min(sum(self._found(words)), self.hops), words == self.answer)
 
     def _found(self, words: Sequence[str]) -> list[bool]:
         """For each word, whether a lookup of the word before it finds it."""
@@ -83,27 +70,21 @@ class Problem:
         return [self.successor.get(b) == word for b, word in zip(before, words, strict=False)]
 
 
-def make_chain(seed: int, facts: int, hops: int, keys: int = 128, restatements: int = 3) -> Problem:
-    """A deterministic problem: one cycle through `facts` of `keys` keys, stated in random order.
+def make_chain(seed: int, facts: int, hops: int) -> Problem:
+    """A deterministic problem: one cycle through `facts` of all keys, stated in random order.
 
     Within one lap, that is `hops` up to `facts`, no hop can be copied from an earlier hop.
-
-    Raises:
-        ValueError: a number is out of range.
     """
-    if not 2 <= facts <= keys or hops < 1 or restatements < 1:
-        raise ValueError(
-            f"facts must be in [2, {keys}], hops and restatements at least 1; "
-            f"got {facts}, {hops} and {restatements}"
-        )
+    if not 2 <= facts <= KEYS or hops < 1:
+        raise ValueError(f"facts must be in [2, {KEYS}], hops at least 1; got {facts} and {hops}")
     rng = random.Random(seed)
-    cycle = rng.sample(range(keys), facts)
+    cycle = rng.sample(range(KEYS), facts)
     table = list(zip(cycle, cycle[1:] + cycle[:1], strict=True))
     successor = dict(table)
     walked: list[str] = []
     key = start = cycle[0]
     for _ in range(hops):
-        walked += [f"s{key}"] * restatements + [f"d{successor[key]}"]
+        walked += [f"s{key}"] * RESTATEMENTS + [f"d{successor[key]}"]
         key = successor[key]
     rng.shuffle(table)
     stated = [word for key, value in table for word in (f"s{key}", f"d{value}")]

@@ -41,7 +41,6 @@ class BaselineAttnBackend(AroundDenseKernels):
             Budget.of_pages(args.sink_tokens, args.recent_tokens, args.budget_curve.most, page),
             runner.req_to_token_pool.req_to_token,
             runner.token_to_kv_pool.k_buffer[args.dense_layers :],
-            attention.tp_q_head_num,
             float(attention.scaling),
             runner.page_size,
         )

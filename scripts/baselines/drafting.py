@@ -8,7 +8,6 @@ select, and not for how long they take.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,26 +26,39 @@ PASS_TOKENS = 32
 
 
 class Seen(NamedTuple):
-    """Queries of a request in a layer.
+    """Queries of a request in a layer."""
 
-    Attributes:
-        start: the position of the first one.
-        queries: (n, Hq, D), one after the other.
-    """
-
-    start: int
-    queries: Tensor
+    start: int  # position of the first one
+    queries: Tensor  # (n, Hq, D), one after the other
 
     def before(self, position: int) -> Tensor:
         """Those before a position."""
         return self.queries[: position - self.start]
 
 
+class Question(NamedTuple):
+    """What a selector is asked: scores of a request's tokens, (Hkv, T), in a layer."""
+
+    selection: ComparedSelection
+    place: tuple[int, int]  # layer and request slot
+    query: Tensor  # (Hq, D), of the draft's token
+    keys: Tensor  # (Hkv, T, D), true ones
+    scale: float  # factor on logits
+
+    def probabilities(self, queries: Tensor) -> Tensor:
+        """Attention of queries, (n, Hq, D), to the keys: (n, Hkv, G, T)."""
+        grouped = queries.float().unflatten(1, (len(self.keys), -1))
+        return (grouped @ self.keys.mT * self.scale).softmax(dim=-1)
+
+    def confirmed(self) -> Tensor:
+        """Queries of the last pass that are before the draft's token."""
+        return self.selection.last_pass[self.place].before(self.keys.shape[1])
+
+
 class ComparedSelection(Selection):
     """Selects by `score_by`, from true keys.
 
     Attributes:
-        score_by: scores the tokens of a request.
         last_pass: of each layer and request slot, the queries of the last prefill or verification.
         last_query: of each layer and request slot, the newest of a draft since.
         round_scores: of each layer and request slot, what `once-a-round` has scored in this round.
@@ -58,7 +70,7 @@ class ComparedSelection(Selection):
         super().__init__(args, heads, codes, row_table)
         shape = *codes.shape[1:3], heads.head_dim
         self._keys = [torch.zeros(shape) for _ in range(heads.layers)]
-        self.score_by = SELECTORS[score_by]
+        self._score_by = SELECTORS[score_by]
         self.last_pass: dict[tuple[int, int], Seen] = {}
         self.last_query: dict[tuple[int, int], Tensor] = {}
         self.round_scores: dict[tuple[int, int], Tensor] = {}
@@ -86,74 +98,55 @@ class ComparedSelection(Selection):
                 continue
             rows = self._row_table[slot, :length].long()
             keys = self._keys[layer][:, rows[:-1]]
-            scores = self.score_by(self, (layer, slot), queries[request].float(), keys, scale)
+            query = queries[request].float()
+            scores = self._score_by(Question(self, (layer, slot), query, keys, scale))
             attended = rows[pick(scores, length, self._sinks, self._recent, budget)]
             picked[request, :, : attended.shape[-1]] = attended
-            self.last_query[layer, slot] = queries[request].float().clone()
+            self.last_query[layer, slot] = query.clone()
         return picked
 
 
-def _probabilities(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
-    """Attention of queries, (n, Hq, D), to keys, (Hkv, T, D): (n, Hkv, G, T)."""
-    logits = queries.float().unflatten(1, (len(keys), -1)) @ keys.mT * scale
-    return logits.softmax(dim=-1)
+def by_newest(asked: Question) -> Tensor:
+    """Score by position, as in StreamingLLM."""
+    heads, tokens, _ = asked.keys.shape
+    return torch.arange(tokens, dtype=torch.float32).expand(heads, -1)
 
 
-def by_newest(
-    _selection: ComparedSelection, _place: tuple[int, int], _query: Tensor, keys: Tensor, _: float
-) -> Tensor:
-    """Score by position, as in StreamingLLM: (Hkv, T)."""
-    return torch.arange(keys.shape[1], dtype=torch.float32).expand(len(keys), -1)
-
-
-def by_pass(
-    selection: ComparedSelection, place: tuple[int, int], _query: Tensor, keys: Tensor, scale: float
-) -> Tensor:
+def by_pass(asked: Question) -> Tensor:
     """Score once a round, by the queries of all tokens that the verification before confirmed."""
-    if place not in selection.round_scores:
-        confirmed = selection.last_pass[place].before(keys.shape[1])
-        scores = _probabilities(confirmed, keys, scale).sum(dim=(0, 2))
-        selection.round_scores[place] = scores
-    scores = selection.round_scores[place]
-    return torch.nn.functional.pad(scores, (0, keys.shape[1] - scores.shape[1]), value=-1.0)
+    known = asked.selection.round_scores
+    if asked.place not in known:
+        known[asked.place] = asked.probabilities(asked.confirmed()).sum(dim=(0, 2))
+    scores = known[asked.place]
+    missing = asked.keys.shape[1] - scores.shape[1]
+    return torch.nn.functional.pad(scores, (0, missing), value=-1.0)
 
 
-def by_quest(
-    _selection: ComparedSelection, _place: tuple[int, int], query: Tensor, keys: Tensor, _: float
-) -> Tensor:
+def by_quest(asked: Question) -> Tensor:
     """Score pages by an upper bound of their logits (Quest, section 3.2); pages start at 0."""
-    tokens = keys.shape[1]
+    heads, tokens, _ = asked.keys.shape
     missing = -tokens % QUEST_PAGE
-    pages = torch.nn.functional.pad(keys.mT, (0, missing), mode="replicate").mT
+    pages = torch.nn.functional.pad(asked.keys.mT, (0, missing), mode="replicate").mT
     pages = pages.unflatten(1, (-1, QUEST_PAGE))
     bounds = torch.stack((pages.amin(dim=2), pages.amax(dim=2)))[:, :, None]  # (2, Hkv, 1, P, D)
-    products = query.unflatten(0, (len(keys), -1)).unsqueeze(2) * bounds
+    products = asked.query.unflatten(0, (heads, -1)).unsqueeze(2) * bounds
     scores = products.amax(dim=0).sum(dim=-1).amax(dim=1)  # (Hkv, P)
     return scores.repeat_interleave(QUEST_PAGE, dim=-1)[:, :tokens]
 
 
-def by_last_query(
-    selection: ComparedSelection, place: tuple[int, int], _query: Tensor, keys: Tensor, scale: float
-) -> Tensor:
+def by_last_query(asked: Question) -> Tensor:
     """Score by the query of the token before."""
-    query = selection.last_query.get(place)
+    query = asked.selection.last_query.get(asked.place)
     if query is None:
-        query = selection.last_pass[place].before(keys.shape[1])[-1]
-    return _probabilities(query[None], keys, scale)[0].amax(dim=1)
+        query = asked.confirmed()[-1]
+    return asked.probabilities(query[None])[0].amax(dim=1)
 
 
-def by_query(
-    _selection: ComparedSelection,
-    _place: tuple[int, int],
-    query: Tensor,
-    keys: Tensor,
-    scale: float,
-) -> Tensor:
+def by_query(asked: Question) -> Tensor:
     """Score by the query itself."""
-    return _probabilities(query[None], keys, scale)[0].amax(dim=1)
+    return asked.probabilities(asked.query[None])[0].amax(dim=1)
 
 
-SELECTORS: dict[str, Callable[[ComparedSelection, tuple[int, int], Tensor, Tensor, float], Tensor]]
 SELECTORS = {
     "newest": by_newest,
     "once-a-round": by_pass,

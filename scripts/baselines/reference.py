@@ -22,18 +22,12 @@ class Budget(NamedTuple):
 
     Tokens are selected by whole pages; a page of one token selects tokens. What lies between the
     sinks and the newest tokens are the candidates.
-
-    Attributes:
-        sinks: how many of the first tokens are always attended to; a multiple of `page`.
-        recent: how many tokens before the current one are always attended to, or up to a page more.
-        selected: how many candidates are attended to; a multiple of `page`.
-        page: how many tokens are selected together.
     """
 
-    sinks: int
-    recent: int
-    selected: int
-    page: int
+    sinks: int  # of the first tokens, always attended to; a multiple of `page`
+    recent: int  # before the current one, always attended to, or up to a page more
+    selected: int  # of the candidates; a multiple of `page`
+    page: int  # selected together
 
     @classmethod
     def of_pages(cls, sinks: int, recent: int, selected: int, page: int) -> Budget:
@@ -77,12 +71,10 @@ def build_bounds(
     The bounds are those of Quest section 3.2.
 
     Args:
-        keys: (pool rows, Hkv, D).
-        req_to_token, slots: see above.
+        keys, req_to_token, slots: see above.
         starts, stops: (B,) integers, how many tokens the row had before and has now.
         max_pages: at least how many pages a row completes.
-        page: how many tokens a page has.
-        pool_page: how many tokens a page of the pool has, 1 or `page`.
+        page, pool_page: how many tokens a page has, and a page of the pool, 1 or `page`.
         bounds: (pool rows / pool_page, Hkv, 2, D) of the keys' dtype, the largest and the smallest
             value of each channel; written in place. A page's entry is that of its first token.
     """
@@ -111,10 +103,7 @@ def score_pages(
 
     Args:
         queries: (B, Hq, D) current queries.
-        bounds: what `build_bounds` wrote.
-        req_to_token, slots, lengths: see above.
-        budget: it says which pages are candidates.
-        pool_page: how many tokens a page of the pool has.
+        bounds, pool_page: see `build_bounds`.
         out: (B, Hkv, pages) float32, written in place; entries of pages that are no candidates keep
             what they hold.
     """
@@ -146,14 +135,11 @@ def score_tokens(
 
     Where each kv head selects for itself, a token's score is the largest log-probability that a
     query head of the group gives it. Where all heads share what they select, as in TOVA section 3,
-    it is the mean of all heads' probabilities. Nothing waits for
-    the lengths, so that a CUDA graph can hold it.
+    it is the mean of all heads' probabilities. Nothing waits for the lengths, so that a CUDA graph
+    can hold it.
 
     Args:
         queries: (B, Hq, D) current queries.
-        keys: (pool rows, Hkv, D).
-        req_to_token, slots, lengths: see above.
-        budget: it says which tokens are candidates.
         scale: factor on the logits.
         shared: whether all heads share what they select.
         out: (B, Hkv, capacity) float32, or (B, 1, capacity) where heads share; written in place.
@@ -189,8 +175,6 @@ def select(
 
     Args:
         scores: (B, H, capacity / page) float32; H is 1 where all heads share what they select.
-        req_to_token, slots, lengths: see above.
-        budget: it says how many tokens are attended to.
         out: (B, H, width) int32, written in place: pool row * H + head of each token.
             `Budget.attended_of` says how many are written.
     """

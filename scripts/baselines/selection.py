@@ -24,23 +24,13 @@ PER_HEAD = {"window": False, "tova": False, "quest": True, "oracle": True}
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """What the layers of a decode step share.
+    """What the layers of a decode step share; H is the lists of a request, 1 or Hkv."""
 
-    Attributes:
-        slots: (B,) request slots.
-        lengths: (B,) tokens, the current one included.
-        before: (B,) tokens before the current one.
-        attended: (B * H,) int32 tokens that each list holds; H is 1 or Hkv.
-        lists: (B, H, width) int32 pool row * H + head.
-        scores: (B, H, pages) float32, or None.
-    """
-
-    slots: Tensor
-    lengths: Tensor
-    before: Tensor
-    attended: Tensor
-    lists: Tensor
-    scores: Tensor | None
+    slots: Tensor  # (B,) request slots
+    lengths: Tensor  # (B,) tokens, the current one included
+    attended: Tensor  # (B * H,) int32 tokens that each list holds
+    lists: Tensor  # (B, H, width) int32 pool row * H + head
+    scores: Tensor  # (B, H, pages) float32
 
 
 class Selection:
@@ -57,7 +47,6 @@ class Selection:
         budget: Budget,
         req_to_token: Tensor,
         keys: list[Tensor],
-        query_heads: int,
         scale: float,
         pool_page: int,
     ) -> None:
@@ -68,7 +57,6 @@ class Selection:
             budget: what is attended to.
             req_to_token: (request slots, context) int32.
             keys: of each sparse layer, (pool rows, Hkv, D).
-            query_heads: Hq of the model.
             scale: factor on the logits.
             pool_page: tokens of a page of the pool.
         """
@@ -78,73 +66,52 @@ class Selection:
         self._keys = keys
         self._scale = scale
         self._pool_page = pool_page
-        rows, self._kv_heads, head_dim = keys[0].shape
-        self._group = query_heads // self._kv_heads
-        self.heads = self._kv_heads if PER_HEAD[mode] else 1
+        rows, kv_heads, head_dim = keys[0].shape
+        self.heads = kv_heads if PER_HEAD[mode] else 1
         self._kernels = kernels if keys[0].is_cuda else reference
         self.bounds = (
-            [key.new_zeros((rows // pool_page, self._kv_heads, 2, head_dim)) for key in keys]
+            [key.new_zeros((rows // pool_page, kv_heads, 2, head_dim)) for key in keys]
             if mode == "quest"
             else []
         )
 
     def prepare_step(self, slots: Tensor, lengths: Tensor) -> Step:
-        """Prepare a decode step; the operations can be captured in a CUDA graph.
-
-        Args:
-            slots: (B,) request slots.
-            lengths: (B,) tokens, the current one included.
-        """
-        rows, device = slots.shape[0], slots.device
-        attended = self.budget.attended_of(lengths).to(torch.int32)
+        """Prepare a decode step; the operations can be captured in a CUDA graph."""
+        rows, budget, context = slots.shape[0], self.budget, self._req_to_token.shape[1]
+        attended = budget.attended_of(lengths).to(torch.int32)
+        pages = torch.arange(-(-context // budget.page), device=slots.device)
         step = Step(
             slots=slots,
             lengths=lengths,
-            before=lengths - 1,
             # The reshape of one row would be a view, which FlashAttention refuses.
             attended=attended[:, None].expand(rows, self.heads).reshape(-1).contiguous(),
-            lists=self._req_to_token.new_zeros((rows, self.heads, self.budget.width)),
-            scores=None,
+            lists=self._req_to_token.new_zeros((rows, self.heads, budget.width)),
+            scores=pages.float().repeat(rows, self.heads, 1),
         )
-        if self.mode == "window":
-            self._list_window(step, attended)
-            return step
-        pages = -(-self._req_to_token.shape[1] // self.budget.page)
-        step.scores = torch.empty((rows, self.heads, pages), dtype=torch.float32, device=device)
+        if self.mode == "window":  # the newest are the best, in every layer
+            where = (self._req_to_token, slots, lengths, budget)
+            self._kernels.select(step.scores, *where, step.lists)
         return step
 
     def select(self, step: Step, layer: int, queries: Tensor) -> None:
-        """Write one layer's lists, after its keys of the current token.
-
-        Args:
-            step: the result of `prepare_step`.
-            layer: index of the sparse layer.
-            queries: (B, Hq, D) contiguous.
-        """
+        """Write one sparse layer's lists, by queries, (B, Hq, D), after its keys are written."""
         if self.mode == "window":
             return
         where = (self._req_to_token, step.slots, step.lengths, self.budget)
         if self.mode == "quest":
-            self._build_bounds(layer, step.slots, step.before, step.lengths, 1)
+            self._build_bounds(layer, step.slots, step.lengths - 1, step.lengths, 1)
             self._kernels.score_pages(
                 queries, self.bounds[layer], *where, self._pool_page, step.scores
             )
         else:
             shared = self.mode == "tova"
-            assert step.scores is not None
             reference.score_tokens(
                 queries, self._keys[layer], *where, self._scale, shared, step.scores
             )
         self._kernels.select(step.scores, *where, step.lists)
 
     def on_prefill(self, slots: Tensor, before: Tensor, after: Tensor, most: int) -> None:
-        """Take the bounds of the pages that prompts have completed.
-
-        Args:
-            slots: (B,) request slots.
-            before, after: (B,) tokens of the prompts.
-            most: the most tokens that a prompt has grown by.
-        """
+        """Take the bounds of the pages that prompts have completed, by at `most` so many tokens."""
         for layer in range(len(self.bounds)):
             self._build_bounds(layer, slots, before, after, most // self.budget.page + 1)
 
@@ -163,35 +130,17 @@ class Selection:
             self.bounds[layer],
         )
 
-    def _list_window(self, step: Step, attended: Tensor) -> None:
-        """List the sinks and the newest tokens, which are the same in every layer."""
-        index = torch.arange(self.budget.width, device=attended.device)
-        skipped = (step.lengths - attended)[:, None]
-        tokens = torch.where(index < self.budget.sinks, index, index + skipped)
-        tokens = tokens.clamp(max=self._req_to_token.shape[1] - 1)
-        slots = step.slots.to(torch.int64)[:, None]
-        step.lists[:, 0] = self._req_to_token[slots, tokens]
-
 
 def attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    lists: Tensor,
-    attended: Tensor,
-    scale: float,
+    queries: Tensor, keys: Tensor, values: Tensor, lists: Tensor, attended: Tensor, scale: float
 ) -> Tensor:
-    """Attend to lists of pool rows, in plain torch.
+    """Attend to lists of pool rows, in plain torch, see Step: (B, Hq, D) of the queries' dtype.
 
     Args:
         queries: (B, Hq, D).
         keys, values: (pool rows, Hkv, D).
-        lists: (B, H, width) int32 pool row * H + head.
-        attended: (B * H,) tokens of each list.
+        lists, attended: of a step.
         scale: factor on the logits.
-
-    Returns:
-        (B, Hq, D) of the queries' dtype.
     """
     rows, heads, width = lists.shape
     kv_heads = keys.shape[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -14,7 +13,7 @@ from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.kernels.select.reference import top_tokens
 from cache_rank.measure.recall import measure_recall
 from cache_rank.pages import PAGE_TOKENS
-from scripts.formats.samples import Sample
+from scripts.shared.recordings import Recorded
 
 
 class Quality(msgspec.Struct, frozen=True):
@@ -39,24 +38,8 @@ class Quality(msgspec.Struct, frozen=True):
     attention_mass: float
 
 
-class Exact(NamedTuple):
-    """A sample's attention in full precision, a step each."""
-
-    outputs: list[Tensor]  # (layers, Hq, D) float32
-    scores: list[Tensor]  # (layers, Hkv, position + 1) float32, see `score_tokens`
-
-    @classmethod
-    def of(cls, sample: Sample) -> Exact:
-        scores = [
-            score_tokens(query, sample.keys[:, :, : position + 1], sample.scale)
-            for position, query in zip(sample.positions, sample.queries, strict=True)
-        ]
-        return cls(_outputs(sample, sample.keys, sample.values), scores)
-
-
 def compare(
-    sample: Sample,
-    exact: Exact,
+    sample: Recorded,
     keys: Tensor,
     values: Tensor,
     scores: Sequence[Tensor],
@@ -66,13 +49,14 @@ def compare(
 
     Args:
         sample: on the device of all else.
-        exact: the sample's attention.
         keys, values: what is read back, (layers, Hkv, tokens, D).
         scores: one a step, (layers, Hkv, position + 1) float32.
         config: says how many tokens are selected, and among which.
     """
     centred, selected = [], []
-    for position, true, found in zip(sample.positions, exact.scores, scores, strict=True):
+    steps = zip(sample.positions, sample.queries, scores, strict=True)
+    for position, query, found in steps:
+        true = score_tokens(query, sample.keys[:, :, : position + 1], config.model.scale)
         candidates = config.candidates_after(position - 1)
         both = [part[..., candidates.start : candidates.stop] for part in (true, found)]
         centred.append([part - part.mean(dim=-1, keepdim=True) for part in both])
@@ -83,7 +67,9 @@ def compare(
     return Quality(
         key_error=_error([sample.keys[:, :, older]], [keys[:, :, older]]),
         value_error=_error([sample.values[:, :, older]], [values[:, :, older]]),
-        output_error=_error(exact.outputs, _outputs(sample, keys, values)),
+        output_error=_error(
+            _outputs(sample, sample.keys, sample.values), _outputs(sample, keys, values)
+        ),
         score_error=_error(*map(list, zip(*centred, strict=True))),
         recall=recall,
         attention_mass=attention_mass,
@@ -101,12 +87,16 @@ def _energy(tensors: Sequence[Tensor]) -> Tensor:
     return torch.stack([tensor.float().square().sum().double() for tensor in tensors]).sum()
 
 
-def _outputs(sample: Sample, keys: Tensor, values: Tensor) -> list[Tensor]:
+def _outputs(sample: Recorded, keys: Tensor, values: Tensor) -> list[Tensor]:
     """Attention of every step over keys and values: (layers, Hq, D) float32 each."""
     outputs = []
     for position, query in zip(sample.positions, sample.queries, strict=True):
         grouped = query.float().unflatten(1, (keys.shape[1], -1))  # (layers, Hkv, G, D)
-        logits = grouped @ keys[:, :, : position + 1].float().transpose(-1, -2) * sample.scale
+        logits = (
+            grouped
+            @ keys[:, :, : position + 1].float().transpose(-1, -2)
+            * sample.queries.shape[-1] ** -0.5
+        )
         output = logits.softmax(dim=-1) @ values[:, :, : position + 1].float()
         outputs.append(output.flatten(1, 2))
     return outputs

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from scripts.formats.samples import Sample
+from scripts.shared.recordings import Recorded
 
 ROTARY_BASE = 1e6
 OUTLIER_CHANNELS = 4
@@ -15,15 +15,14 @@ STRONGEST, FADING = 0.6, 0.85
 
 
 def synthetic_sample(
-    tokens: int,
-    steps: int,
-    layers: int,
-    query_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    seed: int = 0,
+    tokens: int = 4096,
+    steps: int = 16,
+    layers: int = 2,
+    query_heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 128,
     dtype: torch.dtype = torch.bfloat16,
-) -> Sample:
+) -> Recorded:
     """One sequence with outlier channels in its keys.
 
     What is modelled:
@@ -45,18 +44,8 @@ def synthetic_sample(
     Args:
         tokens, steps: length of the sequence, and how many of the newest tokens have queries.
         layers, query_heads, kv_heads, head_dim: shape; the last is a multiple of 16.
-        seed: same seed, same bits.
-        dtype: dtype of all tensors.
-
-    Raises:
-        ValueError: the shape cannot be made.
     """
-    if query_heads % kv_heads or head_dim % 16 or not 0 < steps < tokens:
-        raise ValueError(
-            "query heads must be a multiple of kv heads, the head dimension of 16, and steps "
-            f"fewer than tokens; got {query_heads}, {kv_heads}, {head_dim}, {steps}, {tokens}"
-        )
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     heads = (layers, kv_heads)
 
     def normal(*shape: int) -> Tensor:
@@ -78,8 +67,7 @@ def synthetic_sample(
     strength = STRONGEST * FADING ** torch.arange(TARGETS - 1, -1, -1)  # the newest is last
     sought = torch.einsum("lhgsdt,t->slhgd", wanted.unfold(3, TARGETS, 1), strength)
     queries = sought.flatten(2, 3) + 0.5 * normal(steps, layers, query_heads, head_dim)
-    source = f"synthetic, outlier channels, seed {seed}"
-    return Sample(keys.to(dtype), values.to(dtype), queries.to(dtype), head_dim**-0.5, source)
+    return Recorded(keys.to(dtype), values.to(dtype), queries.to(dtype))
 
 
 def _outlier_means(heads: tuple[int, int], head_dim: int, generator: torch.Generator) -> Tensor:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 LOW_RATIO = 0.05
@@ -37,28 +35,23 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
     largest_difference: float
 
 
-def compare(
-    dense: NDArray[np.float64], system: NDArray[np.float64], text: Sequence[int]
-) -> Divergence:
+def compare(dense: Tensor, system: Tensor, text: Sequence[int]) -> Divergence:
     """Compare log-probabilities, (tokens, vocabulary) each, at the tokens of a text, [tokens]."""
-    p, q = torch.from_numpy(dense), torch.from_numpy(system)
-    own = torch.tensor(text)[:, None]
-    weights, log_ratio = p.exp(), q - p
-    difference = -log_ratio.gather(-1, own)
+    weights, log_ratio = dense.exp(), system - dense
+    difference = -log_ratio.gather(-1, torch.tensor(text)[:, None])
     return Divergence(
-        kl=-float((weights * log_ratio).sum(-1).mean()),
+        kl=float(kl_by_token(dense, system).mean()),
         nll_difference=float(difference.mean()),
-        top1_agreement=float((p.argmax(-1) == q.argmax(-1)).double().mean()),
-        ratio_mean=float(torch.minimum(weights, q.exp()).sum(-1).mean()),
+        top1_agreement=float((dense.argmax(-1) == system.argmax(-1)).double().mean()),
+        ratio_mean=float(torch.minimum(weights, system.exp()).sum(-1).mean()),
         ratio_p5=float(weighted_quantile(log_ratio, weights, LOW_RATIO).exp()),
         largest_difference=float(difference.abs().max()),
     )
 
 
-def kl_by_token(dense: NDArray[np.float64], system: NDArray[np.float64]) -> NDArray[np.float64]:
+def kl_by_token(dense: Tensor, system: Tensor) -> Tensor:
     """KL(dense ‖ system) of each token, [tokens] in nats, of log-probabilities."""
-    p, q = torch.from_numpy(dense), torch.from_numpy(system)
-    return (p.exp() * (p - q)).sum(-1).numpy()
+    return (dense.exp() * (dense - system)).sum(-1)
 
 
 def weighted_quantile(values: Tensor, weights: Tensor, share: float) -> Tensor:

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from torch import Tensor
 
 from scripts.shared.serving import Client, ServerError
 from sglang_ext import compat
@@ -34,13 +33,8 @@ _KEY = "forced"
 class ForcedTokens(CustomLogitProcessor):
     """Lets a request sample the tokens that it names, and keeps their logits."""
 
-    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
-        """Force the next token of each request that has one left.
-
-        Args:
-            logits: (B, vocabulary), of the requests that have this processor.
-            custom_param_list: their parameters, which SGLang hands over as one object a request.
-        """
+    def __call__(self, logits: Tensor, custom_param_list: Any = None) -> Tensor:
+        """Force the next token of each request, a row of the logits, that has one left."""
         rows, next_tokens, files = [], [], []
         for row, params in enumerate(custom_param_list):
             forced = params[_KEY]
@@ -64,25 +58,17 @@ def _reads_prompt(request: Any) -> bool:
     return compat.tokens_read(request) < len(request.origin_input_ids)
 
 
-class Forced(msgspec.Struct):
-    """A text that was decoded by force.
+class Forced(NamedTuple):
+    """A text that was decoded by force."""
 
-    Attributes:
-        prompt_tokens: tokens before the first that was forced.
-        tokens: the tokens that were forced.
-        file: their logits, (tokens, vocabulary) float32.
-        statistics: what a cache rank's server says of the request; empty without one.
-    """
-
-    prompt_tokens: int
     tokens: list[int]
-    file: Path
-    statistics: dict[str, Any]
+    file: Path  # their logits, (tokens, vocabulary) float32
+    statistics: dict[str, Any]  # what a cache rank's server says of it; empty without one
 
-    def log_probabilities(self, first: int = 0) -> NDArray[np.float64]:
-        """Log-probabilities of the tokens from `first` on, (tokens, vocabulary)."""
-        logits = np.memmap(self.file, np.float32, "r").reshape(len(self.tokens), -1)
-        return np.asarray(torch.log_softmax(torch.from_numpy(logits[first:].copy()).double(), -1))
+    def log_probabilities(self, first: int) -> Tensor:
+        """Log-probabilities of the tokens from `first` on, (tokens, vocabulary) float64."""
+        logits = torch.from_numpy(np.fromfile(self.file, np.float32))
+        return logits.view(len(self.tokens), -1)[first:].double().log_softmax(-1)
 
     @property
     def first_sparse(self) -> int:
@@ -98,9 +84,6 @@ def force(server: Client, prompt: Sequence[int], tokens: Sequence[int], file: Pa
         prompt: token ids that are read before.
         tokens: the token ids to decode.
         file: is written, see Forced.
-
-    Raises:
-        ServerError: it did not decode these tokens.
     """
     file.unlink(missing_ok=True)
     forced = {"tokens": list(tokens), "file": str(file.absolute()), "step": 0}
@@ -121,4 +104,4 @@ def force(server: Client, prompt: Sequence[int], tokens: Sequence[int], file: Pa
     if answer["output_ids"] != list(tokens):
         raise ServerError("the server decoded other tokens than those that were forced")
     statistics = answer["meta_info"].get("cache_rank") or {}
-    return Forced(len(prompt), list(tokens), file, statistics)
+    return Forced(list(tokens), file, statistics)

@@ -1,8 +1,8 @@
 """Turns a GGUF file of a Llama model into the folder that SGLang and Transformers load.
 
 GGUF names and orders the same tensors otherwise, and quantizes them; its metadata has the
-configuration, the tokenizer and the chat template. Everything is written by this file, from these
-alone, so that the same GGUF file gives the same bytes whatever is installed.
+configuration, the tokenizer and the chat template. (Transformers can load GGUF, too, but that takes
+the package accelerate.)
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 from tqdm import tqdm
 
 LAYER_TENSORS = {
@@ -46,18 +50,12 @@ def write_folder(gguf: Path, folder: Path, dtype: torch.dtype = torch.float32) -
     """Write config.json, model.safetensors, the tokenizer and the chat template.
 
     Args:
-        gguf: the file.
+        gguf: the file, of a Llama model with a byte-level tokenizer.
         folder: is made, with its parents.
         dtype: of the weights; what GGUF holds in 4 bits has no exact value in bfloat16.
-
-    Raises:
-        ValueError: the file is not of a Llama model with a byte-level tokenizer.
     """
     reader = GGUFReader(gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    kinds = (fields["general.architecture"], fields["tokenizer.ggml.model"])
-    if kinds != ("llama", "gpt2"):
-        raise ValueError(f"{gguf}: has architecture and tokenizer {kinds}, not ('llama', 'gpt2')")
     folder.mkdir(parents=True, exist_ok=True)
     config = {**model_config(fields), "dtype": str(dtype).removeprefix("torch.")}
     tensors = {}
@@ -73,9 +71,9 @@ def write_folder(gguf: Path, folder: Path, dtype: torch.dtype = torch.float32) -
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", generation)
-    _write_json(folder / "tokenizer.json", tokenizer(fields))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(fields))
     (folder / "chat_template.jinja").write_text(fields["tokenizer.chat_template"], encoding="utf-8")
+    tokenizer(fields).save(str(folder / "tokenizer.json"))
 
 
 def model_config(fields: dict[str, Any]) -> dict[str, Any]:
@@ -110,16 +108,10 @@ def model_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensor_name(gguf_name: str) -> str:
-    """The name that Transformers gives a tensor.
-
-    Raises:
-        ValueError: a Llama model has no such tensor.
-    """
+    """The name that Transformers gives a tensor."""
     parts = gguf_name.split(".")
-    if parts[0] == "blk" and parts[2] in LAYER_TENSORS:
+    if parts[0] == "blk":
         return f"model.layers.{parts[1]}.{LAYER_TENSORS[parts[2]]}.{parts[3]}"
-    if gguf_name not in TENSORS:
-        raise ValueError(f"no tensor of a Llama model is named {gguf_name}")
     return TENSORS[gguf_name]
 
 
@@ -132,47 +124,20 @@ def split_halves(weights: NDArray[Any], heads: int) -> NDArray[Any]:
     return pairs.swapaxes(1, 2).reshape(weights.shape)
 
 
-def tokenizer(fields: dict[str, Any]) -> dict[str, Any]:
-    """The content of tokenizer.json: byte-level BPE that takes digits one by one."""
+def tokenizer(fields: dict[str, Any]) -> Tokenizer:
+    """A byte-level BPE that takes digits one by one."""
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
-    as_it_is = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": True,
-    }
-    digits = {"type": "Digits", "individual_digits": True}
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {"id": index, "content": token, **as_it_is, "special": True}
-            for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
-            if kind == CONTROL_TOKEN
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [digits, byte_level]},
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: index for index, token in enumerate(tokens)},
-            "merges": fields["tokenizer.ggml.merges"],
-        },
-    }
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    made = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges))
+    made.pre_tokenizer = Sequence([Digits(True), ByteLevel(add_prefix_space=False)])
+    made.decoder = ByteLevelDecoder()
+    control = [t for t, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
+    made.add_special_tokens(control)
+    return made
 
 
 def tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
-    """The content of tokenizer_config.json."""
+    """The content of tokenizer_config.json, which all versions of Transformers read."""
     tokens = fields["tokenizer.ggml.tokens"]
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     special = {

@@ -1,19 +1,17 @@
-"""What `score_text` found: tables with intervals over texts, and a plot."""
+"""What `score_text` found: its record, and tables with intervals over texts."""
 
 from __future__ import annotations
 
-import itertools
-import statistics as averages
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
+import msgspec
 
-from scripts.language.records import Cell, Report, TextRun, cells_of
-from scripts.shared import plots, report, statistics
-from scripts.shared.comparison import describe_failures, describe_run
-from scripts.shared.report import number, table
+from scripts.language.divergence import Divergence
+from scripts.shared import report, statistics
+from scripts.shared.comparison import Run, describe_failures, describe_run, place_of
+from scripts.shared.report import number, table_of
 
 MEASURES = {
     "KL": ("kl", 4),
@@ -24,14 +22,68 @@ MEASURES = {
 }
 """The columns of the first table: a field of Score, and decimals."""
 
-POSITIONS = (0, 16, 64, 128, 256, 1024, 4096)
-"""Divergence by tokens since the transition is averaged from one of these to the next."""
-
 EXPLANATION = """\
 KL is of the dense distribution from the system's, over the whole vocabulary, in nats a token. NLL
 is of the text's own tokens. The ratio is the system's probability over dense decoding's of tokens
 that dense decoding draws: its mean, where a ratio above 1 counts as 1, and its 5th percentile
 (Sparrow, arXiv 2606.08446, asks for .86). Brackets are 95 % intervals over texts."""
+
+
+class Score(Divergence, frozen=True, kw_only=True):
+    """How far a system is from dense decoding on one text, in the tokens that count."""
+
+    text: str
+    system: str  # label, without the budget
+    budget: int | None  # k, tokens that each KV head selects; None for a system that selects none
+    attended: int  # most tokens that a sparse layer attends to
+    sparse_from: int | None  # tokens that were decoded before attention was sparse
+    # KL of each token from the first that sparse attention predicted, also if it does not count.
+    kl_after_transition: list[float]
+    late_steps: int = 0  # that waited for their selection
+    stale_steps: int = 0  # that missed it
+
+
+class TextRun(Run, kw_only=True):
+    """How scores came about."""
+
+    context: int  # tokens of a text that are read and decoded
+    scored: int  # the last of them, which count
+    warm_up: int  # those before, which are decoded while systems become sparse
+    texts: dict[str, str]  # hashes of the whole texts, by name
+
+
+class Report(msgspec.Struct):
+    """The content of `results.json`."""
+
+    run: TextRun
+    cells: list[Score]
+
+
+class Cell(NamedTuple):
+    """A system with a budget, and its scores, one a text."""
+
+    system: str
+    budget: int | None
+    scores: list[Score]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The first columns of tables."""
+        return {"system": self.system, "k": number(self.budget, 0)}
+
+
+def cells_of(scores: Iterable[Score]) -> list[Cell]:
+    """Scores of the same system and budget together, in the order of SYSTEMS and of budgets."""
+    groups: dict[tuple[str, int | None], list[Score]] = {}
+    for score in scores:
+        groups.setdefault((score.system, score.budget), []).append(score)
+    cells = [Cell(*key, found) for key, found in groups.items()]
+    return sorted(cells, key=lambda cell: (place_of(cell.system), cell.system, cell.budget or 0))
+
+
+def write_report(found: Report, out: Path) -> list[Path]:
+    """Write results.json and results.md; the files."""
+    return report.write_report(out, "results", found, markdown(found))
 
 
 def markdown(found: Report) -> str:
@@ -43,110 +95,31 @@ def markdown(found: Report) -> str:
         f"Of each text {run.context} tokens, the last {run.scored} of which count, after "
         f"{run.warm_up} that decode while systems become sparse.",
         EXPLANATION,
-        _summary(cells),
+        table_of(cell.names | _measures(cell.scores) for cell in cells),
         "## KL by text",
-        _by_text(cells, run),
-        "## KL by tokens since the transition",
-        _by_position(cells),
-        "## Texts",
-        table(
-            ("text", "kind", "sha256"),
-            ([name, text.kind, text.sha256[:16]] for name, text in run.texts.items()),
+        table_of(
+            cell.names | {score.text: number(score.kl, 4) for score in cell.scores}
+            for cell in cells
         ),
+        "## Texts",
+        table_of({"text": name, "sha256": sha256[:16]} for name, sha256 in run.texts.items()),
         *describe_failures(run),
     ]
     return "\n\n".join(parts)
 
 
-def _summary(cells: Sequence[Cell]) -> str:
-    header = ("system", "k", "attended", *MEASURES)
-    rows = [
-        [
-            *_names(cell),
-            str(cell.scores[0].attended),
-            *(
-                interval([getattr(s, field) for s in cell.scores], n)
-                for field, n in MEASURES.values()
-            ),
-        ]
-        for cell in cells
-    ]
-    return table(header, rows)
+def _measures(scores: Sequence[Score]) -> dict[str, str]:
+    return {
+        "attended": str(scores[0].attended),
+        **{
+            title: interval([getattr(score, field) for score in scores], digits)
+            for title, (field, digits) in MEASURES.items()
+        },
+    }
 
 
-def _by_text(cells: Sequence[Cell], run: TextRun) -> str:
-    rows = []
-    for cell in cells:
-        kl = {score.text: score.kl for score in cell.scores}
-        rows.append([*_names(cell), *(number(kl.get(text), 4) for text in run.texts)])
-    return table(("system", "k", *run.texts), rows)
-
-
-def _by_position(cells: Sequence[Cell]) -> str:
-    longest = max((len(s.kl_after_transition) for cell in cells for s in cell.scores), default=0)
-    ranges = [
-        (start, min(stop, longest))
-        for start, stop in itertools.pairwise(POSITIONS)
-        if start < longest
-    ]
-    rows = []
-    for cell in cells:
-        by_token = [score.kl_after_transition for score in cell.scores]
-        means = [[v for kl in by_token for v in kl[start:stop]] for start, stop in ranges]
-        rows.append([*_names(cell), *(number(averages.mean(m) if m else None, 4) for m in means)])
-    return table(("system", "k", *(f"{start + 1} to {stop}" for start, stop in ranges)), rows)
-
-
-def _names(cell: Cell) -> list[str]:
-    return [cell.system, "–" if cell.budget is None else str(cell.budget)]
-
-
-def interval(values: Sequence[float | None], digits: int) -> str:
-    """The mean and its interval, if there are several values; a dash for none."""
-    known = [value for value in values if value is not None]
-    if len(known) < 2:
-        return number(known[0] if known else None, digits)
-    return statistics.interval(statistics.mean(known), digits)
-
-
-def write_report(found: Report, out: Path) -> list[Path]:
-    """Write results.json, results.md and a plot; the files."""
-    files = report.write_report(out, "results", found, markdown(found))
-    return [*files, *_plot(found.run, cells_of(found.cells), out)]
-
-
-def _plot(run: TextRun, cells: Sequence[Cell], out: Path) -> list[Path]:
-    """Draw KL and the low ratio by budget, if there is Matplotlib and a budget that was given."""
-    cells = [cell for cell in cells if cell.budget is not None]
-    if not plots.can_draw() or not cells:
-        return []
-    figure, (kl, ratio) = plots.panels(2, (9, 3.8))
-    for index, system in enumerate(dict.fromkeys(cell.system for cell in cells)):
-        found = [cell for cell in cells if cell.system == system]
-        for axes, field in ((kl, "kl"), (ratio, "ratio_p5")):
-            values = [[getattr(score, field) for score in cell.scores] for cell in found]
-            _line(axes, [cell.budget for cell in found], values, system, index)
-    for axes in (kl, ratio):
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    kl.set_yscale("log")
-    ratio.set_ylim(0, 1)
-    title = f"{Path(run.model).name}, {len(run.texts)} texts of {run.context} tokens"
-    plots.label(kl, title, "k, selected tokens of a KV head", "KL(dense ‖ system), nats a token")
-    plots.label(ratio, "5th percentile of p(system) / p(dense)", "k, selected tokens of a KV head")
-    plots.legend(figure, (kl, ratio))
-    return plots.save(figure, out / "kl-budget")
-
-
-def _line(
-    axes: Any, x: Sequence[int | None], values: list[list[float]], name: str, index: int
-) -> None:
-    """Means over texts, with intervals where there are several texts."""
-    style = {"color": plots.colour(index), "marker": plots.marker(index), "markersize": 4}
-    if min(map(len, values), default=0) < 2:
-        axes.plot(x, [averages.fmean(v) for v in values], label=name, **style)
-        return
-    found = [statistics.mean(v) for v in values]
-    mean = np.array([estimate.value for estimate in found])
-    ends = np.array([(estimate.low, estimate.high) for estimate in found]).T
-    axes.errorbar(x, mean, np.abs(ends - mean), label=name, capsize=2, linewidth=1.2, **style)
+def interval(values: Sequence[float], digits: int) -> str:
+    """The mean, and its interval if there are several values."""
+    if len(values) < 2:
+        return number(values[0], digits)
+    return statistics.interval(statistics.mean(values), digits)

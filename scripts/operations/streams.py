@@ -25,21 +25,13 @@ DENSE_SHARE, SHORT_SHARE = 0.1, 0.2
 
 
 class Ended(NamedTuple):
-    """How a request ended.
+    """How a request ended."""
 
-    Attributes:
-        kind: `finished`, `aborted`, or `failed` if the server gave no answer.
-        seconds: from the request to its end.
-        sparse_steps: decode steps that attended to a working set.
-        losses: cache ranks that were lost while it was sparse.
-        mistake: what is wrong with the answer, or with the server; None if nothing is.
-    """
-
-    kind: str
+    kind: str  # `finished`, `aborted`, or `failed` if the server gave no answer
     seconds: float
     sparse_steps: int = 0
-    losses: int = 0
-    mistake: str | None = None
+    losses: int = 0  # cache ranks that were lost while it was sparse
+    mistake: str | None = None  # what is wrong with the answer, or with the server
 
 
 class Chain(NamedTuple):
@@ -75,18 +67,11 @@ class Streams:
         ended: the requests that have ended.
     """
 
-    def __init__(self, client: Client, streams: int, seed: int, most_requests: int) -> None:
-        """Start the streams.
-
-        Args:
-            client: of a server that serves the bundled model.
-            streams: requests at once.
-            seed: of all that is drawn.
-            most_requests: after so many no more are sent.
-        """
+    def __init__(self, client: Client, streams: int) -> None:
+        """Start so many streams to a server of the bundled model."""
         self.ended: list[Ended] = []
         self._client = client
-        self._numbers = iter(range(most_requests))
+        self._numbers = itertools.count()
         self._active: set[str] = set()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -95,18 +80,11 @@ class Streams:
             Chain.of(make_chain(number, FACTS, HOPS), tokenizer) for number in range(PROMPTS)
         ]
         self._threads = [
-            threading.Thread(
-                target=self._run, args=(random.Random(f"{seed}-{stream}"),), daemon=True
-            )
+            threading.Thread(target=self._run, args=(random.Random(stream),), daemon=True)
             for stream in range(streams)
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def running(self) -> bool:
-        """Whether requests are still sent."""
-        return any(thread.is_alive() for thread in self._threads)
 
     def active(self) -> list[str]:
         """The names of the requests under way."""
@@ -122,11 +100,7 @@ class Streams:
     def _run(self, source: random.Random) -> None:
         while not self._stopping.is_set():
             with self._lock:
-                number = next(self._numbers, None)
-            if number is None:
-                return
-            name = f"soak-{number}"
-            with self._lock:
+                name = f"soak-{next(self._numbers)}"
                 self._active.add(name)
             ended = self._ask(name, source)
             with self._lock:

@@ -67,15 +67,12 @@ class Watch:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    @property
-    def inference_memory(self) -> Memory:
-        """Of all processes of SGLang together."""
-        return Memory.of(self._inference)
-
-    @property
-    def cache_rank_memory(self) -> Memory:
-        """Of the cache rank, whichever process it is."""
-        return Memory.of(self._cache_rank)
+    def memories(self, with_cache_rank: bool) -> dict[str, Memory]:
+        """Of all processes of SGLang together, and of the cache rank, whichever process it is."""
+        found = {"inference rank": Memory.of(self._inference)}
+        if with_cache_rank:
+            found["cache rank"] = Memory.of(self._cache_rank)
+        return found
 
     def stop(self) -> None:
         """Watch no more."""

@@ -21,20 +21,15 @@ from scripts.shared.streaming import chunks_of, connect
 
 @dataclass
 class Answer:
-    """What one request has reported.
+    """What one request has reported."""
 
-    Attributes:
-        prompt: its tokens.
-        sent: when it was sent.
-        tokens, times: tokens so far and when they came, one entry a chunk.
-        sparse_steps: its steps over selected tokens.
-    """
-
-    prompt: int
-    sent: float
-    tokens: array[int] = field(default_factory=lambda: array("q"))
-    times: array[float] = field(default_factory=lambda: array("d"))
-    sparse_steps: int = 0
+    prompt: int  # tokens
+    sent: float  # when
+    tokens: array[int] = field(default_factory=lambda: array("q"))  # so far, one entry a chunk
+    times: array[float] = field(default_factory=lambda: array("d"))  # when each chunk came
+    sparse_steps: int = 0  # over selected tokens
+    cached: int = 0  # tokens of the prompt that were not computed
+    output: list[int] = field(default_factory=list)
 
 
 async def send(
@@ -47,10 +42,6 @@ async def send(
         requests: a stream takes the next one when its last has ended.
         streams: requests at once.
         note: is told how many tokens have come.
-
-    Raises:
-        ServerError: a request failed, or its answer is not as long as it was asked to be.
-        aiohttp.ClientError: a server is gone.
     """
     left, in_flight, answers = iter(requests), dict.fromkeys(urls, 0), list[Answer]()
 
@@ -79,6 +70,8 @@ async def _ask(
             answer.tokens.append(tokens)
             note(tokens - seen)
             seen = tokens
+        answer.output += chunk["output_ids"]
+        answer.cached = meta["cached_tokens"]
         answer.sparse_steps = (meta.get("cache_rank") or {}).get("sparse_steps", 0)
     if seen != request.answer:
         raise ServerError(f"an answer ended after {seen} of {request.answer} tokens")

@@ -6,7 +6,7 @@ import random
 import re
 from typing import NamedTuple
 
-from scripts.speed.bench import make_prompts
+from scripts.speed.jobs import make_prompts
 
 SKEW = 1.5
 """The first parameter of the Beta distribution of answers: most are short, and few very long."""
@@ -22,29 +22,18 @@ class Request(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Streams that send their next request when their last one has ended.
+    """Streams that send their next request when their last one has ended; lengths are in tokens."""
 
-    Attributes:
-        name: what `parse` reads.
-        streams: requests at once.
-        least_prompt, most_prompt: tokens of prompts; all lengths between are equally likely.
-        mean_answer, most_answer: tokens of answers; all are alike if these are.
-    """
-
-    name: str
-    streams: int
-    least_prompt: int
+    name: str  # what `parse` reads
+    streams: int  # requests at once
+    least_prompt: int  # all lengths from this to the next are equally likely
     most_prompt: int
-    mean_answer: int
+    mean_answer: int  # all answers are alike if this is the next
     most_answer: int
 
     @classmethod
     def parse(cls, text: str) -> Load:
-        """Read `64x512+12000`, or `64x200-1000+8000/32000`.
-
-        Raises:
-            ValueError: it is not of this form.
-        """
+        """Read `64x512+12000`, or `64x200-1000+8000/32000`; ValueError if it is neither."""
         if match := _FORM.fullmatch(text):
             streams, least, most, mean, longest = (int(part or 0) for part in match.groups())
             load = cls(text, streams, least, most or least, mean, longest or mean)

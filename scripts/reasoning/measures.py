@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from scripts.reasoning.client import Answer
 from scripts.reasoning.loads import Load
-from scripts.speed.jobs import Job
+from scripts.speed import serving
 from scripts.speed.records import quantile
 
 CURVE_POINTS, SLICES = 16, 2000
@@ -22,11 +21,10 @@ MOST_STREAMS = 0.9
 
 
 class Gap(msgspec.Struct, frozen=True, order=True):
-    """How long a stream was silent, and where: its context, and seconds since the load began."""
+    """How long a stream was silent, and its context then."""
 
     seconds: float
     context: int
-    after: float
 
 
 class Run(msgspec.Struct, frozen=True):
@@ -51,29 +49,11 @@ class Run(msgspec.Struct, frozen=True):
         return self.tokens / self.seconds
 
 
-class Measurement(msgspec.Struct):
+class Measurement(serving.Measurement, kw_only=True):
     """One system under one load."""
 
-    system: str
     load: str
-    failure: str = ""  # why there are no numbers
-    runs: list[Run] = []
-    memory_gib: list[float] = []  # in use at the end, one entry a GPU
-
-    @property
-    def median(self) -> Run:
-        """The run of the median speed; of two in the middle, the slower one."""
-        runs = sorted(self.runs, key=lambda run: run.tokens_per_second)
-        return runs[(len(runs) - 1) // 2]
-
-
-class Results(msgspec.Struct):
-    """All that is written: the command, the machine, the engines, and what was measured."""
-
-    commands: list[str]
-    machine: dict[str, Any]
-    jobs: list[Job]
-    measurements: list[Measurement] = []
+    run: Run | None = None
 
 
 def measure(load: Load, answers: Sequence[Answer], client_seconds: float) -> Run:
@@ -91,7 +71,7 @@ def measure(load: Load, answers: Sequence[Answer], client_seconds: float) -> Run
         ttft_p99=quantile(ttft, 0.99),
         tpot_p50=quantile(tpot, 0.5),
         tpot_p99=quantile(tpot, 0.99),
-        gap=max(longest_gap(answer, begun) for answer in answers),
+        gap=max(map(longest_gap, answers)),
         sparse_requests=sum(answer.sparse_steps > 0 for answer in answers),
         sparse_share=sum(answer.sparse_steps for answer in answers) / tokens,
         client_share=client_seconds / seconds,
@@ -105,14 +85,14 @@ def time_per_token(answer: Answer) -> float:
     return (answer.times[-1] - answer.times[0]) / max(1, tokens)
 
 
-def longest_gap(answer: Answer, begun: float) -> Gap:
+def longest_gap(answer: Answer) -> Gap:
     """The longest time between two chunks, which may have several tokens; none before the first."""
     chunks = zip(answer.times, answer.tokens, strict=True)
     gaps = [
-        Gap(now - then, answer.prompt + tokens, then - begun)
+        Gap(now - then, answer.prompt + tokens)
         for (then, tokens), (now, _) in itertools.pairwise(chunks)
     ]
-    return max(gaps, default=Gap(0.0, answer.prompt, 0.0))
+    return max(gaps, default=Gap(0.0, answer.prompt))
 
 
 def curve(answers: Sequence[Answer], streams: int, width: int) -> dict[int, float]:

@@ -2,80 +2,91 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
-from scripts.reasoning.measures import Measurement, Results
-from scripts.shared import plots
+from scripts.reasoning.measures import Measurement, Run
 from scripts.shared.report import number, percent, provenance, table_of, write_report
+from scripts.speed.serving import Results
 
 EXPLANATION = """\
 A load is STREAMSxPROMPT+ANSWER in tokens. Tokens/s is from the first request sent to the last
 token. TTFT and TPOT are of requests. The gap is the longest time that a stream was silent after its
 first token, and its context then. Sparse are the requests that were sparse at all, and the share of
-all tokens that sparse steps wrote. Of several runs, all but the gap is of the one of median speed.
+all tokens that sparse steps wrote.
 
 By context: tokens/s of all streams together by their mean context, while 90 % of them decode."""
 
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+
 
 def write_results(results: Results, out: Path) -> list[Path]:
-    """Write results.json, results.md and a plot; the files."""
-    loads: dict[str, list[Measurement]] = {}
+    """Write results.json, results.md and a plot, if there is Matplotlib; the files."""
+    loads: dict[str, dict[str, Run]] = {}
     for measurement in results.measurements:
-        if not measurement.failure:
-            loads.setdefault(measurement.load, []).append(measurement)
+        if measurement.run:
+            loads.setdefault(measurement.load, {})[measurement.system] = measurement.run
     parts = [
-        f"# Reasoning loads: {results.jobs[0].settings.model}",
+        f"# Reasoning loads: {results.jobs[0].model}",
         provenance(results.commands, results.machine),
         EXPLANATION,
         table_of(map(_row, results.measurements)),
-        *map(_curves, loads.values()),
+        *(_curves(load, runs) for load, runs in loads.items()),
     ]
     files = write_report(out, "results", results, "\n\n".join(parts))
-    return files + (_plot(loads, out) if loads and plots.can_draw() else [])
+    if loads and importlib.util.find_spec("matplotlib"):
+        files += _plot(loads, out / "tokens-by-context")
+    return files
 
 
 def _row(m: Measurement) -> dict[str, str]:
     cells = {"load": m.load, "system": m.system}
-    if m.failure:
-        return cells | {"tokens/s": m.failure.replace("|", "/")}
-    run, gap = m.median, max(run.gap for run in m.runs)
-    speeds = [run.tokens_per_second for run in m.runs]
+    if not (run := m.run):
+        return cells | {"tokens/s": m.failure}
     return cells | {
         "tokens/s": number(run.tokens_per_second, 0),
-        "spread": f"{number(min(speeds), 0)}–{number(max(speeds), 0)}",
         "tokens": str(run.tokens),
         "seconds": number(run.seconds, 1),
         "TTFT s p50, p99": f"{number(run.ttft_p50)}, {number(run.ttft_p99)}",
         "TPOT ms p50, p99": f"{number(1e3 * run.tpot_p50)}, {number(1e3 * run.tpot_p99)}",
-        "longest gap": f"{number(gap.seconds, 3)} s at {gap.context}",
+        "longest gap": f"{number(run.gap.seconds, 3)} s at {run.gap.context}",
         "sparse": f"{run.sparse_requests} of {run.requests}, {percent(run.sparse_share)}",
-        "GiB per GPU": " + ".join(number(used, 1) for used in m.memory_gib) or "–",
+        "GiB per GPU": m.memory,
         "client busy": percent(run.client_share, 0),
     }
 
 
-def _curves(measurements: list[Measurement]) -> str:
+def _curves(load: str, runs: dict[str, Run]) -> str:
     """Tokens/s of one load by context, a column a system."""
-    curves = {m.system: m.median.curve for m in measurements}
+    contexts = sorted({context for run in runs.values() for context in run.curve})
     return table_of(
         {
-            "load": measurements[0].load,
+            "load": load,
             "context from": str(context),
-            **{system: number(curve.get(context), 0) for system, curve in curves.items()},
+            **{system: number(run.curve.get(context), 0) for system, run in runs.items()},
         }
-        for context in sorted(set().union(*curves.values()))
+        for context in contexts
     )
 
 
-def _plot(loads: dict[str, list[Measurement]], out: Path) -> list[Path]:
+def _plot(loads: dict[str, dict[str, Run]], stem: Path) -> list[Path]:
     """Draw tokens/s by context, a panel a load."""
-    figure, panels = plots.panels(len(loads), (3 + 3.5 * len(loads), 3.6))
-    for axes, (load, measurements) in zip(panels, loads.items(), strict=True):
-        for index, m in enumerate(measurements):
-            style = {"color": plots.colour(index), "marker": plots.marker(index), "markersize": 4}
-            curve = m.median.curve
-            axes.plot(list(curve), list(curve.values()), label=m.system, **style)
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure((3 + 3.5 * len(loads), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(loads), squeeze=False)[0]
+    for axes, (load, runs) in zip(panels, loads.items(), strict=True):
+        axes.set_prop_cycle(color=COLOURS, marker=list("osD^vPX*"))
+        for system, run in runs.items():
+            axes.plot(list(run.curve), list(run.curve.values()), label=system, markersize=4)
+        axes.set(title=load, xlabel="mean context", ylabel="tokens/s of all streams")
         axes.set_ylim(bottom=0)
-        plots.label(axes, load, "mean context", "tokens/s of all streams")
-    plots.legend(figure, panels)
-    return plots.save(figure, out / "tokens-by-context")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, frameon=False)
+    files = [stem.with_suffix(f".{kind}") for kind in ("png", "svg")]
+    with matplotlib.rc_context({"svg.hashsalt": stem.name}):  # the same figure gives the same bytes
+        figure.savefig(files[0], dpi=150)
+        figure.savefig(files[1], metadata={"Date": None})
+    return files

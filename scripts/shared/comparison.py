@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
+import queue
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +15,18 @@ import msgspec
 from tqdm import tqdm
 
 from scripts.shared.command import command_line, explained
-from scripts.shared.machine import describe, run_jobs, visible_gpus
+from scripts.shared.machine import describe, visible_gpus
 from scripts.shared.models import folder_of, model_config
 from scripts.shared.report import provenance
 from scripts.shared.serving import PLAIN, Client, Server
-from scripts.shared.systems import CACHE_RANK, INLINE, System, parse_assignments, to_flags
+from scripts.shared.systems import (
+    CACHE_RANK,
+    INLINE,
+    SYSTEMS,
+    System,
+    parse_assignments,
+    to_flags,
+)
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 ENVIRONMENT = {ALLOW_LARGE_BUDGET_VARIABLE: "1"}
@@ -39,35 +47,21 @@ _REASON = 300
 
 
 class Load(NamedTuple):
-    """What a server has to hold.
+    """What a server has to hold."""
 
-    Attributes:
-        requests: at once.
-        tokens: of all of them together.
-        threshold: tokens of a request before it turns sparse.
-    """
-
-    requests: int
-    tokens: int
-    threshold: int
+    requests: int  # at once
+    tokens: int  # of all of them together
+    threshold: int  # tokens of a request before it turns sparse
 
 
 class Run(msgspec.Struct, kw_only=True):
-    """How results came about.
-
-    Attributes:
-        commands: command lines that were run.
-        machine: what it ran on, and versions.
-        model: its folder or name.
-        settings: arguments of sparse systems.
-        failures: of servers, by label.
-    """
+    """How results came about."""
 
     commands: list[str]
     machine: dict[str, Any]
-    model: str
-    settings: dict[str, Any]
-    failures: dict[str, str] = {}
+    model: str  # folder or name
+    settings: dict[str, Any]  # arguments of sparse systems
+    failures: dict[str, str] = {}  # of servers, by label
 
 
 def add_options(
@@ -91,7 +85,7 @@ def add_options(
         metavar="NAME=VALUE,...",
         help=f"server arguments of all sparse systems; default: {given}")  # fmt: skip
     add("--gpus", nargs="*", metavar="GPU",
-        help="that servers may use; one listed twice takes two servers; default: all")  # fmt: skip
+        help="that servers may use; default: all")  # fmt: skip
     add("--server-flags", type=explained(shlex.split), default=[],
         help="further flags of every server")  # fmt: skip
 
@@ -115,11 +109,7 @@ def read_options(
 
 
 def make_systems(options: argparse.Namespace) -> list[System]:
-    """The systems of a command line, each with each budget that its label leaves open.
-
-    Raises:
-        ValueError: there is no such system, or it is one of speed.
-    """
+    """The systems of a command line, each with each budget that its label leaves open."""
     systems: dict[str, System] = {}
     for label in options.systems:
         system = System.parse(label)
@@ -184,13 +174,6 @@ def _machine_flags(on_gpus: bool, load: Load) -> list[str]:
     return [*machine, "--max-running-requests", str(requests), "--max-total-tokens", str(tokens)]
 
 
-class Job(NamedTuple):
-    """A system, and how many GPUs its server takes."""
-
-    system: System
-    gpus: int
-
-
 def serve_each(
     systems: Sequence[System],
     options: argparse.Namespace,
@@ -198,47 +181,54 @@ def serve_each(
     run: Run,
     use: Callable[[Client, System], None],
 ) -> None:
-    """Serve systems, on GPUs of their own; one that fails is noted in the run, and others go on.
+    """Serve systems, as many at once as there are GPUs for; one that fails is noted in the run.
 
     Args:
-        systems: those that need most GPUs are started first.
+        systems: what is served.
         options: the command line.
         load: what each server has to hold.
         run: takes down failures.
         use: is called with each server, from several threads.
     """
-    on_gpus = bool(options.gpus)
+    on_gpus = len(options.gpus)
+    most = min(on_gpus, max((system.gpus for system in systems), default=1))
+    places: queue.SimpleQueue[Sequence[str]] = queue.SimpleQueue()
+    for place in range(on_gpus // most if most else SERVERS_ON_A_CPU):
+        places.put(options.gpus[place * most : (place + 1) * most])
     running: set[Server] = set()
 
-    @contextlib.contextmanager
-    def serving(job: Job, gpus: Sequence[str]) -> Iterator[Server]:
-        seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-        server = Server(server_flags(job.system, options, load), {**seen, **ENVIRONMENT})
-        running.add(server)
+    def serve_one(system: System) -> None:
+        gpus = places.get()
+        seen = {"CUDA_VISIBLE_DEVICES": ",".join(gpus[: system.gpus])} if gpus else {}
         try:
-            yield server.wait_ready()
-        finally:
-            server.stop()
-            running.remove(server)
+            if on_gpus and system.gpus > most:
+                raise ValueError(f"needs {system.gpus} GPUs, and there are {on_gpus}")
+            server = Server(server_flags(system, options, load), {**seen, **ENVIRONMENT})
+            running.add(server)
+            try:
+                use(server.wait_ready(), system)
+            finally:
+                server.stop()
+        except Exception as error:  # a system must not take the others down
+            reason = str(error).strip().rpartition("\n")[2][-_REASON:]
+            run.failures[system.label] = f"{type(error).__name__}: {reason}"
+            tqdm.write(f"{system.label} failed: {str(error)[-1500:]}", file=sys.stderr)
+        places.put(gpus)
 
-    def run_job(job: Job, gpus: list[str]) -> None:
-        with serving(job, gpus) as server:
-            use(server, job.system)
-        bar.update()
+    with ThreadPoolExecutor(places.qsize()) as threads:
+        try:
+            served = threads.map(serve_one, systems)
+            list(tqdm(served, total=len(systems), unit="server", dynamic_ncols=True))
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            for server in list(running):
+                server.stop()
+            raise
 
-    def fail(job: Job, error: Exception) -> None:
-        reason = str(error).strip().rpartition("\n")[2][-_REASON:]
-        run.failures[job.system.label] = f"{type(error).__name__}: {reason}"
-        tqdm.write(f"{job.system.label} failed: {str(error)[-1500:]}", file=sys.stderr)
 
-    def stop() -> None:
-        for server in list(running):
-            server.stop()
-
-    jobs = [Job(system, system.gpus if on_gpus else 0) for system in systems]
-    jobs.sort(key=lambda job: -job.gpus)
-    with tqdm(total=len(jobs), unit="server", dynamic_ncols=True) as bar:
-        run_jobs(jobs, options.gpus, run_job, fail, stop, None if on_gpus else SERVERS_ON_A_CPU)
+def place_of(label: str) -> int:
+    """Where a system stands in tables."""
+    return list(SYSTEMS).index(label.partition(":")[0])
 
 
 def describe_run(run: Run) -> str:

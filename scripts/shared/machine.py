@@ -1,4 +1,4 @@
-"""The machine: its GPUs and who may use them, their memory, and processes to end."""
+"""The machine: its GPUs, their memory, and processes to end."""
 
 from __future__ import annotations
 
@@ -8,27 +8,15 @@ import importlib.metadata
 import os
 import platform
 import subprocess
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import psutil
 import pynvml
 
 VERSIONS = ("sglang", "torch")
 """The packages whose versions are recorded."""
-
-
-class NeedsGpus(Protocol):
-    """A job that says how many GPUs it needs."""
-
-    @property
-    def gpus(self) -> int: ...
-
-
-JobT = TypeVar("JobT", bound=NeedsGpus)
 
 
 @functools.cache
@@ -82,75 +70,6 @@ def _commit() -> str:
 def memory_gib(gpus: Sequence[str]) -> list[float]:
     """The memory in use on each GPU; empty without a driver."""
     return [pynvml.nvmlDeviceGetMemoryInfo(handle).used / 2**30 for handle in _handles(gpus)]
-
-
-class GpuPool:
-    """GPUs, from which jobs take turns; one that is listed twice has two jobs at once."""
-
-    def __init__(self, gpus: Sequence[str]) -> None:
-        self._listed, self._free = list(gpus), list(gpus)
-        self._changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def take(self, count: int) -> Iterator[list[str]]:
-        """Wait for `count` different GPUs, in the order in which they were listed.
-
-        Raises:
-            ValueError: there are not so many.
-        """
-        if count > len(different := set(self._listed)):
-            raise ValueError(f"needs {count} GPUs, and {len(different)} are listed")
-        with self._changed:
-            self._changed.wait_for(lambda: len(set(self._free)) >= count)
-            taken = list(dict.fromkeys(self._free))[:count]
-            for gpu in taken:
-                self._free.remove(gpu)
-        try:
-            yield taken
-        finally:
-            with self._changed:
-                self._free = sorted([*self._free, *taken], key=self._listed.index)
-                self._changed.notify_all()
-
-
-def run_jobs(
-    jobs: Sequence[JobT],
-    gpus: Sequence[str],
-    run: Callable[[JobT, list[str]], None],
-    fail: Callable[[JobT, Exception], None],
-    stop: Callable[[], None],
-    at_once: int | None = None,
-) -> None:
-    """Run jobs in threads, each on GPUs of its own.
-
-    Args:
-        jobs: what is run; the first ones are started first.
-        gpus: GPUs that jobs may use; one that is listed twice takes two jobs at once.
-        run: runs a job on the GPUs that it is given.
-        fail: notes a job that raised an error, or needs more GPUs than there are.
-        stop: makes the jobs that run end early. It is called when this thread is interrupted.
-        at_once: most jobs at a time. By default there are as many as GPUs.
-    """
-    pool, stopping = GpuPool(gpus), threading.Event()
-
-    def run_one(job: JobT) -> None:
-        try:
-            with pool.take(job.gpus) as taken:
-                if not stopping.is_set():
-                    run(job, taken)
-        except Exception as error:  # a job must not take the others down
-            if not stopping.is_set():  # it did not fail if it was stopped
-                fail(job, error)
-
-    with ThreadPoolExecutor(at_once or max(1, len(gpus))) as threads:
-        try:
-            for ended in wait([threads.submit(run_one, job) for job in jobs]).done:
-                ended.result()
-        except BaseException:
-            stopping.set()
-            threads.shutdown(wait=False, cancel_futures=True)
-            stop()
-            raise
 
 
 def kill_session(leader: int, wait_seconds: float = 0.0) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cache_rank.config import ModelShape
 from cache_rank.user_cache import cache_folder
 
 BUNDLED = "bundled"
@@ -33,54 +31,22 @@ def fetched_folder(model: str) -> Path:
 def folder_of(model: str) -> Path:
     """The folder of a model: `bundled`, a name in MODEL_SHAPES or FETCHED, or itself a folder.
 
-    Raises:
-        ValueError: it has to be fetched first; says how.
+    ValueError if it has to be fetched first.
     """
-    folder = _find_folder(model)
-    if model in FETCHED and not folder.is_dir():
-        raise ValueError(f"{model} is not here yet; fetch it: {FETCHED[model]}")
-    return folder
-
-
-def _find_folder(model: str) -> Path:
     if model == BUNDLED:
         return BUNDLED_FOLDER
-    named = (MODEL_SHAPES / model, fetched_folder(model))
-    return next((path for path in named if path.is_dir()), Path(model))
+    named = (MODEL_SHAPES / model, fetched_folder(model), Path(model))
+    folder = next((path for path in named if path.is_dir()), None)
+    if folder is None and model in FETCHED:
+        raise ValueError(f"{model} is not here yet; fetch it: {FETCHED[model]}")
+    return folder or Path(model)
 
 
 @functools.cache
-def find_config(model: str) -> dict[str, Any] | None:
-    """The config.json of a model, or None if it has no folder here."""
-    path = _find_folder(model) / "config.json"
-    config: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
-    return config
-
-
 def model_config(model: str) -> dict[str, Any]:
-    """The config.json of a model.
-
-    Raises:
-        ValueError: there is none; names the models that there are.
-    """
-    config = find_config(str(folder_of(model)))
-    if config is None:
+    """The config.json of a model; ValueError if there is none."""
+    path = folder_of(model) / "config.json"
+    if not path.is_file():
         names = [*sorted(path.name for path in MODEL_SHAPES.iterdir()), *FETCHED]
         raise ValueError(f"no model {model!r}: a folder, {BUNDLED}, or {', '.join(names)}")
-    return config
-
-
-def model_shape(config: Mapping[str, Any], dtype: str = "bfloat16") -> ModelShape:
-    """The shape of all attention layers of a model, from its config.json."""
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-    head_dim = config.get("head_dim") or hidden // heads
-    base = float(config.get("rope_theta") or config.get("rope_parameters", {})["rope_theta"])
-    return ModelShape(
-        config["num_hidden_layers"],
-        heads,
-        config.get("num_key_value_heads") or heads,
-        head_dim,
-        dtype,
-        head_dim**-0.5,
-        tuple(base ** (-2 * pair / head_dim) for pair in range(head_dim // 2)),
-    )
+    return dict(json.loads(path.read_text()))

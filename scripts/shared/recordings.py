@@ -16,11 +16,11 @@ from cache_rank.measure.recording import read_events
 
 
 class Recorded(NamedTuple):
-    """One sequence, up to the last step that has every layer.
+    """Keys and values of one sequence, and the true queries of its newest tokens.
 
     Attributes:
-        keys, values: (layers, Hkv, tokens, D).
-        queries: (steps, layers, Hq, D), the true ones of the newest tokens.
+        keys, values: (layers, Hkv, tokens, D) in the dtype of a KV pool.
+        queries: (steps, layers, Hq, D) of the same dtype.
     """
 
     keys: Tensor
@@ -28,9 +28,18 @@ class Recorded(NamedTuple):
     queries: Tensor
 
     @property
+    def tokens(self) -> int:
+        return self.keys.shape[2]
+
+    @property
     def prompt(self) -> int:
         """Tokens before the first query."""
-        return self.keys.shape[2] - len(self.queries)
+        return self.tokens - len(self.queries)
+
+    @property
+    def positions(self) -> range:
+        """The positions of the tokens whose queries there are."""
+        return range(self.prompt, self.tokens)
 
     def shipment(self) -> Tensor:
         """Keys and values of the prompt as they are shipped: (2, layers, prompt, Hkv, D)."""
@@ -39,13 +48,9 @@ class Recorded(NamedTuple):
 
 
 def read_recording(folder: Path) -> tuple[CacheRankConfig, list[Recorded]]:
-    """The configuration of a recording, and its sequences in the order in which they came.
+    """The configuration of a recording, and its sequences, up to the last step with every layer.
 
-    Args:
-        folder: the one that CACHE_RANK_RECORD named.
-
-    Raises:
-        ValueError: there is no recording, or none of a decode step.
+    ValueError if there is none of a decode step.
     """
     config: CacheRankConfig | None = None
     loads: dict[int, list[Tensor]] = defaultdict(list)

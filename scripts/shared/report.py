@@ -9,17 +9,16 @@ from typing import Any
 import msgspec
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; all but the first two columns are numbers."""
-    rule = ["---" if column < 2 else "---:" for column in range(len(header))]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in (header, rule, *rows))
-
-
 def table_of(rows: Iterable[Mapping[str, str]]) -> str:
-    """A Markdown table of rows whose cells name their columns; cells that are missing are empty."""
+    """A Markdown table of rows whose cells name their columns; cells that are missing are empty.
+
+    All but the first two columns are numbers.
+    """
     rows = list(rows)
     header = list(dict.fromkeys(name for row in rows for name in row))
-    return table(header, ([row.get(name, "") for name in header] for row in rows))
+    rule = ["---" if column < 2 else "---:" for column in range(len(header))]
+    cells = [header, rule, *([row.get(name, "") for name in header] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
 
 def provenance(commands: Sequence[str], machine: Mapping[str, Any]) -> str:

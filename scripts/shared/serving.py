@@ -48,27 +48,17 @@ class Client:
         self.url = url.rstrip("/").removesuffix("/v1")
 
     def get(self, path: str, timeout: float = 30) -> requests.Response:
-        """Read a path of the server.
-
-        Raises:
-            ServerError: no server answers.
-        """
+        """Read a path of the server; ServerError if none answers."""
         try:
             return requests.get(f"{self.url}{path}", timeout=timeout)
         except requests.RequestException as error:
             raise ServerError(f"no server answers at {self.url}{path}: {error}") from error
 
     def read(self, path: str) -> dict[str, Any]:
-        """Read a path that holds a JSON object.
-
-        Raises:
-            ServerError: no server answers, or it does not have the path.
-        """
+        """Read a path that holds a JSON object; ServerError if there is none."""
         response = self.get(path)
-        if response.status_code != 200:
-            raise ServerError(
-                f"{self.url}{path} answers {response.status_code}: not a server of SGLang?"
-            )
+        if not response.ok:
+            raise ServerError(f"{self.url}{path} answers {response.status_code}: is it SGLang?")
         return dict(response.json())
 
     def post(self, path: str, body: dict[str, Any] | None = None, timeout: float = 240) -> Any:
@@ -78,12 +68,8 @@ class Client:
         self, input_ids: Sequence[int] | Sequence[list[int]], max_new_tokens: int, **options: Any
     ) -> Any:
         """One request, or a batch of them; the response of `/generate`."""
-        parameters = {
-            "max_new_tokens": max_new_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            **options.pop("sampling_params", {}),
-        }
+        parameters = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
+        parameters |= options.pop("sampling_params", {})
         body = {"input_ids": list(input_ids), "sampling_params": parameters, **options}
         response = self.post("/generate", body)
         response.raise_for_status()
@@ -111,11 +97,7 @@ class Client:
             time.sleep(0.1)
 
     def flush_cache(self, timeout: float = 15) -> None:
-        """Empty the prefix caches. SGLang refuses it for a moment after an answer has come.
-
-        Raises:
-            TimeoutError: it was refused for so many seconds.
-        """
+        """Empty the prefix caches. SGLang refuses it for a moment after an answer has come."""
         deadline = time.monotonic() + timeout
         while (response := self.post("/flush_cache")).status_code != 200:
             if time.monotonic() > deadline:

@@ -23,31 +23,18 @@ DECODE_MODES = ("window", "quest", "tova", "oracle")
 
 
 class System(msgspec.Struct, frozen=True):
-    """A way to serve a model.
+    """A way to serve a model."""
 
-    Attributes:
-        name: names it in SYSTEMS.
-        mode: what a decode step attends to: DENSE, one of DECODE_MODES, INLINE, or CACHE_RANK.
-        gpus: GPUs that it needs, where there are any.
-        arguments: server arguments that make it what it is.
-        at_budget: it runs at a context of the sparse budget, whatever the shape's.
-        changes: server arguments that its label changes.
-    """
-
-    name: str
-    mode: str = DENSE
-    gpus: int = 1
-    arguments: dict[str, Any] = {}
-    at_budget: bool = False
-    changes: dict[str, Any] = {}
+    name: str  # names it in SYSTEMS
+    mode: str  # of a decode step: DENSE, one of DECODE_MODES, INLINE, or CACHE_RANK
+    arguments: dict[str, Any] = {}  # server arguments that make it what it is
+    gpus: int = 1  # that it needs, where there are any
+    at_budget: bool = False  # it runs at a context of the sparse budget, whatever the shape's
+    changes: dict[str, Any] = {}  # server arguments that its label changes
 
     @classmethod
     def parse(cls, label: str) -> System:
-        """Read a label.
-
-        Raises:
-            ValueError: there is no such system, or an argument is not one of it.
-        """
+        """Read a label; ValueError if there is no such system, or its budget makes no sense."""
         name, _, changes = label.partition(":")
         if name not in SYSTEMS:
             raise ValueError(f"no system {name!r}: choose from {', '.join(SYSTEMS)}")
@@ -79,12 +66,7 @@ class System(msgspec.Struct, frozen=True):
     @property
     def has_budget(self) -> bool:
         """Whether a sparse budget means anything to it."""
-        return self.mode != DENSE or self.at_budget
-
-    @property
-    def server_changes(self) -> dict[str, Any]:
-        """What its label changes, as servers read it."""
-        return {name: _listed(value) for name, value in self.changes.items()}
+        return self.is_sparse or self.at_budget
 
     def with_budget(self, budget: int) -> System:
         """The same with a budget, if it takes one and its label names none."""
@@ -100,43 +82,34 @@ class System(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, changes=changes).label, budget
 
 
-def _plain(name: str, gpus: int = 1, at_budget: bool = False, **arguments: Any) -> System:
-    return System(name, DENSE, gpus, {"cache_rank_gpus": 0, **arguments}, at_budget)
-
-
-def _inline(name: str, gpus: int = 1, **arguments: Any) -> System:
-    return System(name, INLINE, gpus, arguments)
-
-
-def _cache_rank(name: str, inference_kv: str) -> System:
-    return System(name, CACHE_RANK, 2, {"cache_rank_gpus": 1, "inference_kv": inference_kv})
-
+NO_CACHE_RANK, FP8, TP2 = {"cache_rank_gpus": 0}, {"kv_cache_dtype": "fp8_e4m3"}, {"tp_size": 2}
 
 SYSTEMS = {
     system.name: system
     for system in (
-        _plain("floor", at_budget=True),
-        _plain(DENSE),
-        _plain("fp8", kv_cache_dtype="fp8_e4m3"),
-        _plain("tp2", gpus=2, tp_size=2),
-        _plain("tp2-fp8", gpus=2, tp_size=2, kv_cache_dtype="fp8_e4m3"),
-        *(System(m, m, 1, {"cache_rank_gpus": 0, "decode_mode": m}) for m in DECODE_MODES),
-        _inline(INLINE),
-        _inline("inline-fp8", kv_cache_dtype="fp8_e4m3"),
-        _inline("inline-tp2", gpus=2, tp_size=2),
-        _inline("inline-tp2-fp8", gpus=2, tp_size=2, kv_cache_dtype="fp8_e4m3"),
-        _cache_rank(CACHE_RANK, "full"),
-        _cache_rank("cache-rank-working-set", "working-set"),
+        System("floor", DENSE, NO_CACHE_RANK, at_budget=True),
+        System(DENSE, DENSE, NO_CACHE_RANK),
+        System("fp8", DENSE, NO_CACHE_RANK | FP8),
+        System("tp2", DENSE, NO_CACHE_RANK | TP2, gpus=2),
+        System("tp2-fp8", DENSE, NO_CACHE_RANK | TP2 | FP8, gpus=2),
+        *(System(mode, mode, NO_CACHE_RANK | {"decode_mode": mode}) for mode in DECODE_MODES),
+        System(INLINE, INLINE),
+        System("inline-fp8", INLINE, FP8),
+        System("inline-tp2", INLINE, TP2, gpus=2),
+        System("inline-tp2-fp8", INLINE, TP2 | FP8, gpus=2),
+        System(CACHE_RANK, CACHE_RANK, {"cache_rank_gpus": 1, "inference_kv": "full"}, gpus=2),
+        System(
+            "cache-rank-working-set",
+            CACHE_RANK,
+            {"cache_rank_gpus": 1, "inference_kv": "working-set"},
+            gpus=2,
+        ),
     )
 }
 
 
 def parse_assignments(text: str) -> dict[str, Any]:
-    """Read `facts=128,hops=80`; a value is JSON, or else a text.
-
-    Raises:
-        ValueError: it is not a list of NAME=VALUE.
-    """
+    """Read `facts=128,hops=80`; a value is JSON, or else a text."""
     found: dict[str, Any] = {}
     for assignment in filter(None, text.split(",")):
         name, equals, value = assignment.partition("=")

@@ -33,19 +33,12 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Format(NamedTuple):
-    """A way of holding codes, and what attention reads of it.
+    """A way of holding codes, and what attention reads of it."""
 
-    Attributes:
-        codecs: those of keys and of values.
-        group: the tokens that are encoded together.
-        groups: how many groups a ring has.
-        planes: which planes of keys and values attention reads; None for all.
-    """
-
-    codecs: tuple[Codec, Codec]
-    group: int
-    groups: int
-    planes: tuple[int, ...] | None = None
+    codecs: tuple[Codec, Codec]  # of keys and of values
+    group: int  # tokens that are encoded together
+    groups: int  # of a ring
+    planes: tuple[int, ...] | None = None  # of keys and values, that attention reads; None for all
 
 
 def _quantspec(bits: int) -> Format:
@@ -72,14 +65,14 @@ def _torch_attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _flash_attention(rows: int, tokens: int, device: torch.device) -> Attention | None:
-    """FlashAttention-3 of sgl_kernel, if it is there and runs."""
+def _flash_attention(rows: int, tokens: int) -> Attention | None:
+    """FlashAttention-3 of sgl_kernel, if it is there."""
     try:
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
     except ImportError as error:
         print(f"no FlashAttention-3: {error}", file=sys.stderr)
         return None
-    lengths = torch.full((rows,), tokens, dtype=torch.int32, device=device)
+    lengths = torch.full((rows,), tokens, dtype=torch.int32)
 
     def attention(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         out: Tensor = flash_attn_with_kvcache(
@@ -94,76 +87,52 @@ def _flash_attention(rows: int, tokens: int, device: torch.device) -> Attention 
     return attention
 
 
-def _hold(held_as: Format, rows: int, tokens: int, device: torch.device) -> CodedTokens:
-    """Random tokens as codes, so many of each row, and none that is newer."""
+def _hold(held_as: Format, rows: int, tokens: int) -> tuple[CodedTokens, PagedRows]:
+    """Random tokens as codes, so many of each row, and none that is newer; pages have no order."""
     pages, groups = rows * tokens // PAGE_TOKENS, PAGE_TOKENS // held_as.group
-    by_part = [
+    keys, values = (
         tuple(
             torch.empty(
-                (pages, 1, KV_HEADS, groups * plane.entries, plane.width),
-                dtype=plane.dtype,
-                device=device,
+                (pages, 1, KV_HEADS, groups * plane.entries, plane.width), dtype=plane.dtype
             )
             for plane in codec.planes(HEAD_DIM)
         )
         for codec in held_as.codecs
-    ]
+    )
     ring = (1, 1, KV_HEADS, held_as.groups * held_as.group, HEAD_DIM)
-    rings = torch.zeros((2, *ring), dtype=torch.bfloat16, device=device)
     held = CodedTokens(
         codecs=held_as.codecs,
-        planes=(by_part[0], by_part[1]),
-        rings=(rings[0], rings[1]),
-        not_finite=torch.zeros(1, dtype=torch.int32, device=device),
+        planes=(keys, values),
+        rings=(torch.zeros(ring, dtype=torch.bfloat16), torch.zeros(ring, dtype=torch.bfloat16)),
+        not_finite=torch.zeros(1, dtype=torch.int32),
         group_tokens=held_as.group,
         page_tokens=PAGE_TOKENS,
     )
-    paged = paged_rows(held, rows, tokens, device)
-    count = tokens + held.full_tokens
+    table = torch.randperm(pages).view(rows, -1).to(torch.int32)
+    count, zeros = tokens + held.full_tokens, torch.zeros(rows, dtype=torch.int32)
     for row in range(rows):
-        shipment = torch.randn(
-            (2, 1, count, KV_HEADS, HEAD_DIM), dtype=torch.bfloat16, device=device
-        )
-        one = PagedRows(
-            paged.page_table[row : row + 1].clone(),
-            torch.zeros(1, dtype=torch.int32, device=device),
-            torch.zeros(1, dtype=torch.int32, device=device),
-        )
+        shipment = torch.randn((2, 1, count, KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
+        one = PagedRows(table[row : row + 1].clone(), zeros[:1], zeros[:1])
         encode_groups(held, one, count, range(1), shipment)
-    return held
+    return held, PagedRows(table, zeros, torch.full_like(zeros, count - 1))
 
 
-def paged_rows(held: CodedTokens, rows: int, tokens: int, device: torch.device) -> PagedRows:
-    """Rows that have so many codes each, in pages without order."""
-    generator = torch.Generator(device).manual_seed(1)
-    pages = torch.randperm(rows * tokens // PAGE_TOKENS, generator=generator, device=device)
-    positions = torch.full((rows,), tokens + held.full_tokens - 1, device=device)
-    slots = torch.zeros(rows, dtype=torch.int32, device=device)
-    return PagedRows(pages.view(rows, -1).to(torch.int32), slots, positions.to(torch.int32))
-
-
-def attention_rows(
-    rows: int, tokens: int, queries: int, device: torch.device
-) -> Iterator[dict[str, Any]]:
+def attention_rows(rows: int, tokens: int, queries: int) -> Iterator[dict[str, Any]]:
     """Time every kind of attention over so many tokens, with so many queries a request."""
     torch.manual_seed(0)
-    shape = (rows, queries, QUERY_HEADS, HEAD_DIM)
-    query = torch.randn(shape, dtype=torch.bfloat16, device=device)
-    decoded = torch.empty(
-        (2, rows, 1, KV_HEADS, tokens, HEAD_DIM), dtype=torch.bfloat16, device=device
-    )
-    decoded.normal_()
+    query = torch.randn((rows, queries, QUERY_HEADS, HEAD_DIM), dtype=torch.bfloat16)
+    decoded = torch.randn((2, rows, 1, KV_HEADS, tokens, HEAD_DIM), dtype=torch.bfloat16)
     keys, values = decoded[:, :, 0]
-    positions = torch.arange(tokens, dtype=torch.int32, device=device)
+    positions = torch.arange(tokens, dtype=torch.int32)
     everything = positions.expand(rows, 1, KV_HEADS, tokens).contiguous()
-    shape_of = {"requests": rows, "tokens": tokens, "queries": queries}
 
     def timed(name: str, action: Callable[[], Any], moved: int, **more: Any) -> dict[str, Any]:
-        us = median_microseconds(action, device=device)
-        return {**shape_of, "attention": name, "ms": us / 1e3, "bytes": moved, **more}
+        shape = {"requests": rows, "tokens": tokens, "queries": queries}
+        us = median_microseconds(action, device=query.device)
+        return {**shape, "attention": name, "ms": us / 1e3, "bytes": moved, **more}
 
     kinds: dict[str, Attention] = {"PyTorch": _torch_attention}
-    if device.type == "cuda" and (flash := _flash_attention(rows, tokens, device)):
+    if flash := _flash_attention(rows, tokens):
         kinds["FlashAttention-3"] = flash
     for name, attention in kinds.items():
         plain = partial(attention, query, keys, values)
@@ -171,18 +140,13 @@ def attention_rows(
     best, attention = list(kinds.items())[-1]
 
     for name, held_as in FORMATS.items():
-        held = _hold(held_as, rows, tokens, device)
-        paged = paged_rows(held, rows, tokens, device)
-
-        def decode(held: CodedTokens = held, paged: PagedRows = paged) -> None:
-            gather_codes(held, paged, 0, everything, decoded[0], decoded[1])
+        held, paged = _hold(held_as, rows, tokens)
+        decode = partial(gather_codes, held, paged, 0, everything, decoded[0], decoded[1])
+        attend = partial(attend_codes, held, query, paged, 0, SCALE)
 
         def decode_and_attend(decode: Callable[[], None] = decode) -> Tensor:
             decode()
             return attention(query, keys, values)
-
-        def attend(held: CodedTokens = held, paged: PagedRows = paged) -> Tensor:
-            return attend_codes(held, query, paged, 0, SCALE)[0]
 
         all_codes = sum(plane.nbytes for planes in held.planes for plane in planes)
         read = sum(
@@ -194,20 +158,20 @@ def attention_rows(
         moved = all_codes + 2 * decoded.nbytes
         if held_as.planes is None:  # tokens are decoded in full
             yield timed(f"{name}: decoded, then {best}", decode_and_attend, moved)
-        expected, found = decode_and_attend().float(), attend()
+        expected, found = decode_and_attend().float(), attend()[0]
         error = float((found - expected).square().mean() / expected.square().mean()) ** 0.5
         yield timed(f"{name}: on codes", attend, read, error=error)
         del held, decode, decode_and_attend, attend
 
 
-def measure_attention(queries: int, bandwidth: float, device: torch.device) -> dict[str, Any]:
+def measure_attention(queries: int, bandwidth: float) -> dict[str, Any]:
     """Time attention at all SHAPES; `--attend --json`.
 
     Says each time as soon as there is one: some kernels take long to compile.
     """
     results = []
     for rows, tokens in SHAPES:
-        for row in attention_rows(rows, tokens, queries, device):
+        for row in attention_rows(rows, tokens, queries):
             row["share"] = row["bytes"] / (1e-3 * row["ms"]) / bandwidth
             results.append(row)
             line = f"{rows} x {tokens}, {row['attention']}: {row['ms']:.3f} ms"

@@ -11,26 +11,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import aiohttp
 
+from scripts.shared.models import model_config
 from scripts.shared.serving import Client, ServerError, cache_rank_state
 from scripts.shared.streaming import chunks_of, connect
-from scripts.speed.jobs import Job, Shape
-from scripts.speed.records import Measurement, step_times, summarize, wire_between
+from scripts.speed.jobs import SEED, Job, Shape, make_prompts
+from scripts.speed.records import STEPS, Measurement, exchange_between, step_times, summarize
 from sglang_ext.flags import SPARSE_THRESHOLD
 
 REPORT_INTERVAL = 16
 """A request that is not the witness reports after so many tokens."""
 
 SETTLE_STEPS = 20
-ABORT_SECONDS = 60
+SHAPE_SECONDS, ABORT_SECONDS = 300, 60
 
 
 class NotMeasuredError(Exception):
@@ -43,7 +42,6 @@ class Stream:
 
     arrivals: list[tuple[int, float]] = field(default_factory=list)  # (tokens so far, when)
     statistics: dict[str, int] = field(default_factory=dict)  # the cache rank's, in the last report
-    changed: asyncio.Event = field(default_factory=asyncio.Event)  # is set by every report
 
     @property
     def tokens(self) -> int:
@@ -57,171 +55,128 @@ class Plan(NamedTuple):
     most_tokens: int  # a request ends by itself after so many tokens
 
 
-def unmeasurable(job: Job, shape: Shape) -> str:
-    """Why a shape makes no sense for the server of a job, or nothing."""
+def plan_batch(job: Job, shape: Shape, info: dict[str, Any]) -> Plan:
+    """Decide how long a batch decodes, by what `/server_info` says, or that it cannot."""
     threshold, longest = job.engine.get("sparse_threshold"), job.engine["context_length"]
     if threshold is None:
         threshold = SPARSE_THRESHOLD if job.cache_rank else 0
     if shape.context < threshold:
-        return f"context is below --sparse-threshold {threshold}"
-    return f"context is beyond the model's {longest}" if shape.context >= longest else ""
-
-
-def plan_batch(
-    job: Job, shape: Shape, arguments: Any, pool_tokens: int, cache_rank_tokens: int | None
-) -> Plan:
-    """Decide how long a batch decodes.
-
-    Args:
-        job: names the settings.
-        shape: the batch.
-        arguments: the server's, with defaults filled in.
-        pool_tokens: tokens that the inference rank's pool holds.
-        cache_rank_tokens: tokens that the cache rank holds, if there is one and it says.
-
-    Raises:
-        NotMeasuredError: it makes no sense, or cannot fit.
-    """
-    if reason := unmeasurable(job, shape):
-        raise NotMeasuredError(reason)
+        raise NotMeasuredError(f"context is below --sparse-threshold {threshold}")
+    if shape.context >= longest:
+        raise NotMeasuredError(f"context is beyond the model's {longest}")
     settle, waves, shipping = SETTLE_STEPS, 1, 0
-    covers = job.cache_rank and arguments.inference_kv == "working-set"
+    pool_tokens, held_tokens = info["max_total_num_tokens"], cache_rank_state(info)
+    covers = job.cache_rank and info["inference_kv"] == "working-set"
     if job.cache_rank:
-        fill = math.ceil(arguments.sparse_budget / arguments.max_swap_tokens)
-        settle += arguments.query_window + fill
+        fill = math.ceil(info["sparse_budget"] / info["max_swap_tokens"])
+        settle += info["query_window"] + fill
         # A shipped chunk grows by the token of its step.
-        shipping = math.ceil(shape.context / (arguments.bulk_chunk_tokens - 1))
+        shipping = math.ceil(shape.context / (info["bulk_chunk_tokens"] - 1))
     if covers:
         # Prompts that do not fit together enter as earlier ones leave the pool, which takes
         # about as long again as queueing their shipment.
         waves = 2 * math.ceil(shape.batch * shape.context / pool_tokens) - 1
-    if job.settings.skip_steps is not None:
-        settle = job.settings.skip_steps
-    most = waves * shipping + settle + job.settings.steps + 4 * REPORT_INTERVAL
-    most = min(most, job.engine["context_length"] - shape.context - 1)
+    most = waves * shipping + settle + STEPS + 4 * REPORT_INTERVAL
+    most = min(most, longest - shape.context - 1)
     needed = shape.batch * (shape.context + most)
     if needed > pool_tokens and not covers:
         raise NotMeasuredError(f"does not fit: {needed} tokens, pool of {pool_tokens}")
-    if cache_rank_tokens is not None and needed > cache_rank_tokens:
-        raise NotMeasuredError(f"does not fit: {needed} tokens, cache rank of {cache_rank_tokens}")
+    if needed > (capacity := held_tokens.get("capacity_tokens", needed)):
+        raise NotMeasuredError(f"does not fit: {needed} tokens, cache rank of {capacity}")
     return Plan(settle, most)
 
 
-def make_prompts(lengths: Sequence[int], vocabulary: int, seed: object) -> list[list[int]]:
-    """Random tokens, the same for the same lengths and seed."""
-    generator = random.Random(f"{seed}")
-    low = min(256, vocabulary // 2)  # leave out special tokens of small vocabularies
-    return [generator.choices(range(low, vocabulary), k=length) for length in lengths]
-
-
-def progress_of(stream: Stream, cache_rank: bool) -> int:
-    """Steps that a request has made in the state that is measured."""
-    return stream.statistics.get("sparse_steps", 0) if cache_rank else stream.tokens
-
-
 def measure_shape(servers: Sequence[Client], job: Job, measurement: Measurement) -> None:
-    """Fill in the measurement of a shape on the server of a job; see `measure_each`."""
-    (client,) = servers
-    info = client.read("/server_info")
-    pool_tokens = int(info["max_total_num_tokens"])
-    cache_rank_tokens = cache_rank_state(info).get("capacity_tokens")
-    arguments = SimpleNamespace(**info)
+    """Fill in the measurement of a shape on the server of a job; see `measure_all`."""
+    info = servers[0].read("/server_info")
     try:
-        plan = plan_batch(job, measurement.shape, arguments, pool_tokens, cache_rank_tokens)
-        asyncio.run(_Bench(client.url, job, arguments).measure(measurement, plan))
+        plan = plan_batch(job, measurement.shape, info)
+        asyncio.run(_Bench(servers[0].url, job, measurement.shape, plan).measure(measurement))
     except NotMeasuredError as error:
-        measurement.failure = str(error)
+        measurement.failure = str(error).replace("|", "/")
+        return
+    if job.cache_rank:
+        always = info["sink_tokens"] + info["recent_tokens"] + 1
+        selected = min(info["sparse_budget"], measurement.shape.context - always)
+        measurement.attended_tokens = always + selected
 
 
 class _Bench:
     """Measures a shape on a running server; what the server refuses is NotMeasuredError."""
 
-    def __init__(self, url: str, job: Job, arguments: Any) -> None:
-        self._url, self._job, self._arguments = url, job, arguments
+    def __init__(self, url: str, job: Job, shape: Shape, plan: Plan) -> None:
+        self._url, self._job, self._plan = url, job, plan
+        lengths, vocabulary = [shape.context] * shape.batch, model_config(job.model)["vocab_size"]
+        self._prompts = make_prompts(lengths, vocabulary, f"{SEED} {shape}")
+        self._batch = [Stream() for _ in self._prompts]
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()  # is set by every report
 
-    async def measure(self, measurement: Measurement, plan: Plan) -> None:
-        shape, settings, cache_rank = measurement.shape, self._job.settings, self._job.cache_rank
-        lengths, seed = [shape.context] * shape.batch, f"{settings.seed} {shape}"
-        prompts = make_prompts(lengths, self._job.vocabulary, seed)
-        changed = asyncio.Event()
-        batch = [Stream(changed=changed) for _ in prompts]
-        witness = batch[0]
-        tasks: list[asyncio.Task[None]] = []
-
-        async def until(condition: Callable[[], bool]) -> None:
-            while not condition():
-                for task in tasks:
-                    if task.done():
-                        raise NotMeasuredError(f"{_ending(task)}; {self._situation(batch, plan)}")
-                changed.clear()
-                await changed.wait()
-
-        def is_settled() -> bool:
-            return min(progress_of(stream, cache_rank) for stream in batch) >= plan.settle
-
+    async def measure(self, measurement: Measurement) -> None:
+        witness = self._batch[0]
         async with connect() as session:
             try:
-                async with asyncio.timeout(settings.shape_seconds):
+                async with asyncio.timeout(SHAPE_SECONDS):
                     begun = time.perf_counter()
                     start = await self._state(session)
-                    for stream, prompt in zip(batch, prompts, strict=True):
+                    for stream, prompt in zip(self._batch, self._prompts, strict=True):
                         interval = 1 if stream is witness else REPORT_INTERVAL
-                        follow = self._follow(session, stream, prompt, plan.most_tokens, interval)
-                        tasks.append(asyncio.create_task(follow))
-                        tasks[-1].add_done_callback(lambda _: changed.set())
-                    await until(is_settled)
+                        follow = self._follow(session, stream, prompt, interval)
+                        self._tasks.append(asyncio.create_task(follow))
+                        self._tasks[-1].add_done_callback(lambda _: self._changed.set())
+                    await self._until(lambda: all(map(self._is_settled, self._batch)))
                     before = await self._state(session)
                     first = witness.tokens + 2  # not the step that answered
-                    await until(lambda: witness.tokens >= first + settings.steps)
+                    await self._until(lambda: witness.tokens >= first + STEPS)
                     after = await self._state(session)
             except TimeoutError:
-                situation = self._situation(batch, plan)
-                raise NotMeasuredError(f"ran out of time; {situation}") from None
+                raise NotMeasuredError(f"ran out of time; {self._situation()}") from None
             finally:
-                await self._abort(session, tasks)
-        seconds = step_times(witness.arrivals, first, settings.steps)
-        summarize(measurement, seconds, settings.window)
-        measurement.prefill_seconds = max(stream.arrivals[0][1] for stream in batch) - begun
-        measurement.wire = wire_between(start, before, after)
-        if cache_rank:
-            measurement.sparse_steps = min(s.statistics["sparse_steps"] for s in batch)
-            measurement.late_steps = max(s.statistics.get("late_steps", 0) for s in batch)
-        measurement.attended_tokens = self._attended(shape, first + settings.steps / 2)
+                await self._abort(session)
+        summarize(measurement, step_times(witness.arrivals, first, STEPS))
+        measurement.prefill_seconds = max(one.arrivals[0][1] for one in self._batch) - begun
+        measurement.exchange = exchange_between(start, before, after)
+        if self._job.cache_rank:
+            measurement.sparse_steps = min(s.statistics["sparse_steps"] for s in self._batch)
+
+    def _is_settled(self, stream: Stream) -> bool:
+        statistics, cache_rank = stream.statistics, self._job.cache_rank
+        steps = statistics.get("sparse_steps", 0) if cache_rank else stream.tokens
+        return steps >= self._plan.settle
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            for task in self._tasks:
+                if task.done():
+                    raise NotMeasuredError(f"{_ending(task)}; {self._situation()}")
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _follow(
-        self,
-        session: aiohttp.ClientSession,
-        stream: Stream,
-        prompt: list[int],
-        most_tokens: int,
-        report_interval: int,
+        self, session: aiohttp.ClientSession, stream: Stream, prompt: list[int], interval: int
     ) -> None:
         """Decode one request, and note what it reports."""
         parameters = {
-            "max_new_tokens": most_tokens,
+            "max_new_tokens": self._plan.most_tokens,
             "temperature": 0.0,
             "ignore_eos": True,
-            "stream_interval": report_interval,
+            "stream_interval": interval,
         }
         body = {"input_ids": prompt, "sampling_params": parameters}
         async for chunk in chunks_of(session, self._url, body):
             meta = chunk["meta_info"]
-            tokens = int(meta["completion_tokens"])
-            if tokens > stream.tokens:
-                stream.arrivals.append((tokens, time.perf_counter()))
+            if meta["completion_tokens"] > stream.tokens:
+                stream.arrivals.append((meta["completion_tokens"], time.perf_counter()))
             stream.statistics = meta.get("cache_rank") or stream.statistics
-            stream.changed.set()
+            self._changed.set()
 
-    async def _abort(
-        self, session: aiohttp.ClientSession, tasks: Sequence[asyncio.Task[None]]
-    ) -> None:
+    async def _abort(self, session: aiohttp.ClientSession) -> None:
         """End all requests, and give the server time to free what they held."""
-        url = f"{self._url}/abort_request"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ABORT_SECONDS):
                 with contextlib.suppress(aiohttp.ClientError):  # it is gone, and they end as well
-                    await session.post(url, json={"abort_all": True})
-                await asyncio.gather(*tasks, return_exceptions=True)
+                    await session.post(f"{self._url}/abort_request", json={"abort_all": True})
+                await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.sleep(0.5)
 
     async def _state(self, session: aiohttp.ClientSession) -> dict[str, Any]:
@@ -229,29 +184,14 @@ class _Bench:
         async with session.get(f"{self._url}/server_info") as response:
             return cache_rank_state(await response.json())
 
-    def _situation(self, streams: Sequence[Stream], plan: Plan) -> str:
-        settled = sum(progress_of(s, self._job.cache_rank) >= plan.settle for s in streams)
-        started = sum(stream.tokens > 0 for stream in streams)
-        return (
-            f"{started} of {len(streams)} requests had started and {settled} were settled, the "
-            f"first had {streams[0].tokens} tokens"
-        )
-
-    def _attended(self, shape: Shape, generated: float) -> float | None:
-        """Tokens that a request attends to in a measured step, on average."""
-        arguments = self._arguments
-        if self._job.cache_rank:
-            always = arguments.sink_tokens + arguments.recent_tokens + 1
-            return always + min(arguments.sparse_budget, shape.context - always)
-        return None if "decode_mode" in self._job.engine else shape.context + generated
+    def _situation(self) -> str:
+        started = sum(stream.tokens > 0 for stream in self._batch)
+        settled = sum(map(self._is_settled, self._batch))
+        return f"{started} of {len(self._batch)} requests had started and {settled} were settled"
 
 
 def _ending(task: asyncio.Task[None]) -> str:
-    """How a request ended before its time.
-
-    Raises:
-        aiohttp.ClientError: the server is gone.
-    """
+    """How a request ended before its time; an aiohttp.ClientError says that the server is gone."""
     try:
         task.result()
     except ServerError as error:

@@ -20,11 +20,6 @@ from sglang_ext.prediction import FORECAST_GROUP_LAYERS
 from sglang_ext.server_args import CacheRankServerArgs
 
 
-def needs_calibration(engine: dict[str, Any]) -> bool:
-    """Whether a server with these arguments needs a calibration, and they name none."""
-    return engine.get("score_keys") == "sketch" and "calibration" not in engine
-
-
 def write_blank(folder: Path, config: dict[str, Any], engine: dict[str, Any]) -> None:
     """Write one: random directions where only these are told, and keys sketched as they are.
 

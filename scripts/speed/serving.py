@@ -1,100 +1,124 @@
-"""Serves the system of a job, and measures it."""
+"""Serves the systems of a script, and measures them one after the other."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import aiohttp
+import msgspec
 from safetensors.torch import save_file
 from tqdm import tqdm
 
+from scripts.shared import machine
 from scripts.shared.comparison import ENVIRONMENT
-from scripts.shared.machine import memory_gib
 from scripts.shared.models import model_config
 from scripts.shared.serving import Client, Server, ServerError
 from scripts.shared.systems import to_flags
-from scripts.speed.calibration import needs_calibration, write_blank
+from scripts.speed.calibration import write_blank
 from scripts.speed.jobs import Job
-from scripts.speed.records import explain_failure
 from scripts.speed.weights import norms_for_unit_logits
 
 START_SECONDS = 600
+LONGEST_ERROR = 160
 
 FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)
 """How a server or what is asked of it fails; what comes late is an OSError."""
 
 
-class Measurement(Protocol):
-    """What is measured of a job at one shape, or under one load."""
+class Measurement(msgspec.Struct, kw_only=True):
+    """What is measured of one system, at one shape or under one load."""
 
-    failure: str  # why there are no numbers
-    memory_gib: list[float]  # in use at the end, one entry a GPU
+    system: str
+    failure: str = ""  # why there are no numbers
+    memory_gib: list[float] = []  # in use at the end, one entry a GPU
+
+    @property
+    def memory(self) -> str:
+        """The memory in tables."""
+        return " + ".join(f"{used:.1f}" for used in self.memory_gib) or "–"
 
 
-MeasurementT = TypeVar("MeasurementT", bound=Measurement)
+class Results(msgspec.Struct):
+    """All that is written: commands as one types them, the machine, engines and measurements."""
+
+    commands: list[str]
+    machine: dict[str, Any]
+    jobs: list[Job] = []
+    measurements: list[Any] = []
+    conditions: dict[str, Any] = {}  # that all measurements have in common
 
 
-def measure_each(
-    measurements: Sequence[MeasurementT],
-    measure: Callable[[list[Server], Job, MeasurementT], None],
-    note: Callable[[MeasurementT], None],
-    job: Job,
-    gpus: Sequence[str],
+def measure_all(
+    results: Results,
+    jobs: Sequence[Job],
+    measurements_of: Callable[[Job], Sequence[Any]],
+    measure: Callable[[list[Server], Job, Any], None],
+    write: Callable[[], list[Path]],
     out: Path,
-    count: int = 1,
-) -> None:
-    """Fill in the measurements of a job, one after the other; a failure ends the rest.
+) -> int:
+    """Measure what there is to measure, and write the results whenever there are new ones.
+
+    A failure ends the measurements of its job.
 
     Args:
-        measurements: what there is to measure.
+        results: takes the measurements.
+        jobs: are served one after the other.
+        measurements_of: makes the measurements of a job, to be filled in.
         measure: fills in one of them.
-        note: takes each of them, filled in or failed.
-        job: what is served.
-        gpus: the GPUs that it may use, as CUDA_VISIBLE_DEVICES names them.
+        write: writes the results; the files.
         out: folder of the results; what servers print goes to `logs` in it.
-        count: servers side by side.
+
+    Returns:
+        The exit status: 1 if something could not be measured.
     """
-    left = list(measurements)
-    servers: list[Server] = []
-    try:
-        with _serve(job, gpus, out / "logs", count) as servers:
-            for measurement in measurements:
-                measure(servers, job, measurement)
-                measurement.memory_gib = memory_gib(gpus[: count * job.gpus])
-                note(left.pop(0))
-    except FAILURES as error:
-        tqdm.write(f"{job.system}: {error}", file=sys.stderr)
-        log = "\n".join(server.tail() for server in servers)
-        said = f"{log}\n{type(error).__name__}: {error}"
-        for measurement in left:
-            late = isinstance(error, TimeoutError)
-            measurement.failure = explain_failure(said, bool(servers), late)
-            note(measurement)
+    files: list[Path] = []
+    for job in jobs:
+        left, gpus = list(measurements_of(job)), machine.visible_gpus()[: job.servers * job.gpus]
+        servers: list[Server] = []
+        try:
+            with serve_job(job, gpus, out / "logs") as servers:
+                for measurement in tqdm(tuple(left), desc=job.system, dynamic_ncols=True):
+                    measure(servers, job, measurement)
+                    measurement.memory_gib = machine.memory_gib(gpus)
+                    results.measurements.append(left.pop(0))
+                    files = write()
+        except FAILURES as error:
+            tqdm.write(f"{job.system}: {error}", file=sys.stderr)
+            log = "\n".join(server.tail() for server in servers)
+            said, late = f"{log}\n{type(error).__name__}: {error}", isinstance(error, TimeoutError)
+            for measurement in left:
+                measurement.failure = explain_failure(said, bool(servers), late)
+            results.measurements += left
+            files = write()
+    print(*files, sep="\n")
+    return int(any(measurement.failure for measurement in results.measurements))
 
 
 @contextlib.contextmanager
-def _serve(job: Job, gpus: Sequence[str], logs: Path, count: int) -> Iterator[list[Server]]:
-    """So many servers, each on GPUs of its own; all of their processes end with the context."""
-    if count * job.gpus > len(gpus):
-        raise ValueError(f"needs {count * job.gpus} GPUs, and there are {len(gpus)}")
-    config, engine = model_config(job.settings.model), dict(job.engine)
+def serve_job(job: Job, gpus: Sequence[str], logs: Path) -> Iterator[list[Server]]:
+    """The servers, each on GPUs of its own; all of their processes end with the context."""
+    if job.servers * job.gpus > len(gpus):
+        raise ValueError(f"needs {job.servers * job.gpus} GPUs, and there are {len(gpus)}")
+    config, engine = model_config(job.model), dict(job.engine)
+    name = re.sub(r"[^\w.=-]", "-", f"{Path(job.model).name}-{job.system}")
     with contextlib.ExitStack() as held:
-        if job.cache_rank and needs_calibration(engine):
+        if engine.get("score_keys") == "sketch" and job.cache_rank and "calibration" not in engine:
             engine["calibration"] = held.enter_context(tempfile.TemporaryDirectory())
             write_blank(Path(engine["calibration"]), config, job.engine)
         servers: list[Server] = []
         logs.mkdir(parents=True, exist_ok=True)
-        for first in range(0, count * max(1, job.gpus), max(1, job.gpus)):
+        for index in range(job.servers):
             environment = {**ENVIRONMENT, "HF_HUB_OFFLINE": "1"}
             if job.gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first : first + job.gpus])
-            log = logs / f"{job.name}-{len(servers)}.log"
-            servers.append(Server(to_flags(engine), environment, log))
+                own = gpus[index * job.gpus : (index + 1) * job.gpus]
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+            servers.append(Server(to_flags(engine), environment, logs / f"{name}-{index}.log"))
             held.callback(servers[-1].stop, wait_seconds=20)  # the next one needs the memory
         for server in servers:
             server.wait_ready(START_SECONDS)
@@ -104,14 +128,22 @@ def _serve(job: Job, gpus: Sequence[str], logs: Path, count: int) -> Iterator[li
 
 
 def spread_logits(server: Client, config: dict[str, Any]) -> None:
-    """Give a model of dummy weights norms by which attention prefers some tokens to others.
-
-    Raises:
-        ServerError: the server did not take them.
-    """
+    """Give a model of dummy weights norms by which attention prefers some tokens to others."""
     with tempfile.TemporaryDirectory() as folder:
         save_file(dict(norms_for_unit_logits(config)), Path(folder) / "norms.safetensors")
         body = {"model_path": folder, "load_format": "safetensors"}
         answer = server.post("/update_weights_from_disk", body)
     if answer.status_code != 200:
         raise ServerError(f"/update_weights_from_disk answers {answer.text}")
+
+
+def explain_failure(log: str, was_ready: bool, ran_out_of_time: bool) -> str:
+    """One phrase for a server that was not measured, from what it and its client say."""
+    if re.search("out of memory|outofmemory|not enough memory", log, re.IGNORECASE):
+        return "out of memory"
+    if ran_out_of_time:
+        return "ran out of time" if was_ready else "did not start in time"
+    phrase = "ended while measuring" if was_ready else "did not start"
+    errors = re.findall(r"^[\w.]*(?:Error|Exception): .+", log, flags=re.MULTILINE)
+    reason = f" ({errors[-1][:LONGEST_ERROR]})" if errors else ""
+    return (phrase + reason).replace("|", "/")  # it stands in a table

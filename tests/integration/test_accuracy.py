@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from scripts import evaluate
-from scripts.accuracy.evaluation import Report
+from scripts.evaluate import Report
 from scripts.shared.serving import Server
 from scripts.shared.systems import CACHE_RANK, INLINE
 

@@ -9,18 +9,16 @@ import pytest
 import torch
 
 from cache_rank.residency import FORMATS
-from scripts.compare_formats import main
-from scripts.formats.measurements import Comparison, Measurement
+from scripts.compare_formats import Comparison, Measurement, main
 
-CPU = torch.device("cpu")
-TINY = "--tokens 600 --layers 1 --query-heads 4 --head-dim 32 --steps 2 --budget 32"
+TINY = {"tokens": 600, "layers": 1, "query_heads": 4, "head_dim": 32, "steps": 2}
 
 
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory) -> tuple[Comparison, Path]:
     """The comparison of all formats, as the program writes it."""
     out = tmp_path_factory.mktemp("formats")
-    assert main([*TINY.split(), "--out", str(out)]) == 0
+    assert main(["--budget", "32", "--out", str(out)], **TINY) == 0
     return msgspec.json.decode((out / "formats.json").read_bytes(), type=Comparison), out
 
 
@@ -65,20 +63,15 @@ def test_every_format_has_a_line_and_is_worth_what_it_holds(
         ("--recording {folder}", "holds no recorded decode step"),
         ("--recording {folder}/broken", "not an event of a recording"),
         ("--recording {folder}/other", "not an event of a recording"),
-        ("--tokens 2000 --budget 4000", "smaller budget"),
-        ("--tokens 200", "longer sequence"),
-        ("--head-dim 20", "multiple of"),
-        ("--tokens 600 --query-heads 3", "multiple of"),
+        ("--budget 5000", "smaller budget"),
     ],
 )
-def test_bad_data_is_refused(
-    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_data_is_refused(arguments: str, message: str, tmp_path: Path) -> None:
     for name in ("broken", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "broken" / "00000001.pt").write_bytes(b"nothing")
     torch.save(torch.zeros(3), tmp_path / "other" / "00000001.pt")
     words = arguments.format(folder=tmp_path).split()
-    assert main([*words, "--out", str(tmp_path / "out")]) == 2
-    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=message):
+        main([*words, "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from scripts.accuracy import demonstration
+from scripts import demo
 
 
 @pytest.mark.parametrize(
@@ -15,4 +15,4 @@ def test_one_gpu_is_too_few(
     gpus: int, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    assert demonstration.environment() == environment
+    assert demo.environment() == environment

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from scripts import profile_ttft
 from scripts.profile_ttft import Asked, Measurement, main, measure, parse_options
+from scripts.speed import serving
 
 ARGUMENTS = "--model bundled --lengths 400 --systems dense cache-rank-working-set".split()
 
@@ -36,7 +39,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 def test_each_turn_begins_with_all_that_was_said(server: Server) -> None:
-    options, measurement = parse_options(ARGUMENTS), Measurement("dense", 400)
+    options, measurement = parse_options(ARGUMENTS), Measurement(system="dense", length=400)
     client: Any = server
     measure(client, options.jobs[0], 2, measurement)
     cached = {each.kind: each.cached for each in measurement.asked}
@@ -49,19 +52,17 @@ def test_each_turn_begins_with_all_that_was_said(server: Server) -> None:
 def test_a_system_that_fails_is_a_line_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
-    def measure_each(measurements: Any, measure: Any, note: Any, job: Any, *_: Any) -> None:
-        for measurement in measurements:
-            if job.cache_rank:
-                measurement.failure = "no | room"
-            else:
-                measure([server], job, measurement)
-            note(measurement)
+    @contextlib.contextmanager
+    def serve_job(job: Any, *_: Any) -> Iterator[list[Server]]:
+        if job.cache_rank:
+            raise RuntimeError("no room")
+        yield [server]
 
-    monkeypatch.setattr(profile_ttft, "measure_each", measure_each)
+    monkeypatch.setattr(serving, "serve_job", serve_job)
     assert main([*ARGUMENTS, "--repeats", "1", "--out", str(tmp_path)]) == 1
     text = (tmp_path / "results.md").read_text()
-    assert "no / room" in text
-    assert "| dense | again | 400 |" in text
+    assert "| cache-rank-working-set | 400 | did not start (RuntimeError: no room) |" in text
+    assert "| dense | 400 | again |" in text
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,9 @@ from typing import Any
 
 import msgspec
 
-from scripts.accuracy.benchmarks.harness import Answer
-from scripts.accuracy.benchmarks.runs import Run, read_run
+from scripts.accuracy.benchmarks.runs import Answer, Run, read_run
 from scripts.shared import statistics
-from scripts.shared.report import percent, table, write_report
+from scripts.shared.report import percent, table_of
 from scripts.shared.statistics import Estimate, interval
 
 _SAME = ("reasoning_parser", "sampling_defaults", "chat_template")
@@ -63,35 +62,18 @@ class Report(msgspec.Struct):
 
 
 def compare_folders(baseline: Path, system: Path) -> Report:
-    """Compare all benchmarks that two folders hold, which `run --out` named after the systems.
-
-    Raises:
-        FileNotFoundError: a folder, or a benchmark of one, is missing in the other.
-        ValueError: two runs are not of the same questions, sampled and read in the same way, or
-            one was cut short.
-    """
+    """Compare all benchmarks that two folders hold, which `run --out` named after the systems."""
     report = Report((baseline.resolve().name, system.resolve().name), [], [])
-    for name in _common(baseline, system):
+    held = {file.parent.name for side in (baseline, system) for file in side.glob("*/run.json")}
+    for name in sorted(held):
         pair = read_run(baseline / name), read_run(system / name)
         _require_same_settings(*pair)
         report.comparisons.append(_compare(*pair))
         for side, run in zip(report.names, pair, strict=True):
             report.warnings += [f"{side}, {name}: {warning}" for warning in run.record.warnings]
+    if not held:
+        raise FileNotFoundError(f"{baseline} and {system} hold no runs")
     return report
-
-
-def _common(baseline: Path, system: Path) -> list[str]:
-    one, other = (
-        {record.parent.name for record in folder.glob("*/run.json")}
-        for folder in (baseline, system)
-    )
-    if unpaired := one ^ other:
-        raise FileNotFoundError(
-            f"{baseline} and {system} do not both have a run of {', '.join(sorted(unpaired))}"
-        )
-    if not one:
-        raise FileNotFoundError(f"{baseline} holds no runs")
-    return sorted(one)
 
 
 def _require_same_settings(one: Run, other: Run) -> None:
@@ -166,52 +148,41 @@ def _summarize(
     )
 
 
-def write_comparison(found: Report, out: Path) -> list[Path]:
-    """Write comparison.json and comparison.md; the files."""
-    return write_report(out, "comparison", found, markdown(found))
-
-
 def markdown(found: Report) -> str:
     """All tables."""
     baseline, system = found.names
-    accuracy = ("benchmark", "questions × answers", *found.names, "difference, points")
-    lengths = ("benchmark", "", "tokens", "ratio", "cut", "none", "failed")
     parts = [
         f"# {system} against {baseline}",
         "Accuracy is the share of right answers in percent, the mean over questions. Differences "
         "are of the same questions; [low, high] is a 95% interval from resampling questions. One "
         "that holds 0 does not show that the two are equal: it shows which differences are "
         "excluded.",
-        table((*accuracy, "questions better / worse"), map(_accuracy_cells, found.comparisons)),
-        table(
-            lengths,
-            (
-                _length_cells(comparison, name, side)
-                for comparison in found.comparisons
-                for name, side in zip(
-                    found.names, (comparison.baseline, comparison.system), strict=True
-                )
-            ),
+        table_of(
+            {
+                "benchmark": each.benchmark,
+                "questions × answers": f"{each.questions} × {each.repeats}",
+                baseline: interval(each.baseline.accuracy, 1, 100),
+                system: interval(each.system.accuracy, 1, 100),
+                "difference, points": interval(each.accuracy_difference, 1, 100, sign=True),
+                "questions better / worse": f"{each.gained} / {each.lost}",
+            }
+            for each in found.comparisons
+        ),
+        table_of(
+            {
+                "benchmark": each.benchmark,
+                "": name,
+                "tokens": f"{side.tokens.value:.0f}",
+                "ratio": interval(each.tokens_ratio, 3) if side is each.system else "",
+                "cut": percent(side.truncated),
+                "none": percent(side.unanswered),
+                "failed": percent(side.failed),
+            }
+            for each in found.comparisons
+            for name, side in zip(found.names, (each.baseline, each.system), strict=True)
         ),
         "Tokens are of an answer, its thinking included. *Cut* reached the most tokens; in *none* "
         "there was nothing to grade; *failed* requests are left out of all else.",
         *(f"- {warning}" for warning in found.warnings),
     ]
     return "\n\n".join(parts)
-
-
-def _accuracy_cells(found: Comparison) -> list[str]:
-    return [
-        found.benchmark,
-        f"{found.questions} × {found.repeats}",
-        interval(found.baseline.accuracy, 1, 100),
-        interval(found.system.accuracy, 1, 100),
-        interval(found.accuracy_difference, 1, 100, sign=True),
-        f"{found.gained} / {found.lost}",
-    ]
-
-
-def _length_cells(found: Comparison, name: str, side: Summary) -> list[str]:
-    shares = (side.truncated, side.unanswered, side.failed)
-    ratio = interval(found.tokens_ratio, 3) if side is found.system else ""
-    return [found.benchmark, name, f"{side.tokens.value:.0f}", ratio, *map(percent, shares)]

@@ -16,10 +16,9 @@ from sgl_eval.registry import get
 from sgl_eval.types import Example, Sample
 
 from scripts import benchmark
-from scripts.accuracy.benchmarks import harness
+from scripts.accuracy.benchmarks import runs
 from scripts.accuracy.benchmarks.comparison import compare_folders
-from scripts.accuracy.benchmarks.harness import BENCHMARKS, Answer
-from scripts.accuracy.benchmarks.runs import Record, read_run, write_record
+from scripts.accuracy.benchmarks.runs import BENCHMARKS, Answer, Record, read_run, write_record
 from scripts.accuracy.pointer_chase import make_chain
 
 CHAINS = Path("tests/data/pointer_chase.jsonl")
@@ -60,21 +59,21 @@ def options_of(*arguments: str) -> Namespace:
 
 def test_the_chains_of_the_smoke_test_are_pointer_chases() -> None:
     chains = [make_chain(seed=seed, facts=128, hops=80) for seed in range(3)]
-    assert [json.loads(line) for line in CHAINS.read_text().splitlines()] == [
-        {
+    for seed, line in enumerate(CHAINS.read_text().splitlines()):
+        answer = chains[seed].answer[-1][1:]
+        expected = {
             "id": f"chain-{seed}",
-            "problem": chain.prompt,
-            "expected_answer": chain.answer[-1][1:],
+            "problem": chains[seed].prompt,
+            "expected_answer": answer,
         }
-        for seed, chain in enumerate(chains)
-    ]
+        assert json.loads(line) == expected
 
 
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_the_harness_understands_its_command_line(name: str, tmp_path: Path) -> None:
     arguments = "--n-repeats 3 --temperature 0.7 --top-p 0.8 --max-tokens 1234 --no-thinking"
     options = options_of(name, "--from-dataset", str(CHAINS), *arguments.split())
-    command = harness.arguments(options, "http://host:1", tmp_path, threads=5)
+    command = runs.arguments(options, "http://host:1", tmp_path, threads=5)
     parsed = build_parser().parse_args(command)
     inputs = resolve_run_inputs(parsed, get)
     assert inputs.base_url == "http://host:1/v1"

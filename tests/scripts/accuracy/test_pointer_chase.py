@@ -9,46 +9,37 @@ from hypothesis import strategies as st
 from scripts.accuracy.pointer_chase import make_chain
 
 seeds = st.integers(0, 2**32)
-statements = st.integers(1, 4)
 
 
-@given(seeds, statements)
-def test_the_answer_is_exact(seed: int, restatements: int) -> None:
-    chain = make_chain(seed, 20, 12, restatements=restatements)
+@given(seeds)
+def test_the_answer_is_exact(seed: int) -> None:
+    chain = make_chain(seed, 20, 12)
     grade = chain.grade(" ".join(chain.answer))
     assert grade.exact
-    assert grade.correct_hops == grade.hops == chain.hops == 12
+    assert grade.correct_hops == chain.hops == 12
 
 
-@given(seeds, statements, st.data())
-def test_a_changed_word_is_not_exact(seed: int, restatements: int, data: st.DataObject) -> None:
-    chain = make_chain(seed, 20, 12, restatements=restatements)
+@given(seeds, st.data())
+def test_a_changed_word_is_not_exact(seed: int, data: st.DataObject) -> None:
+    chain = make_chain(seed, 20, 12)
     place = data.draw(st.integers(0, chain.max_tokens - 1))
     words = list(chain.answer)
     words[place] = "other"
     grade = chain.grade(" ".join(words))
     assert not grade.exact
     before = chain.grade(" ".join(chain.answer[:place])).correct_hops
-    assert before <= grade.correct_hops <= grade.hops
-
-
-@given(seeds, statements, st.data())
-def test_a_short_answer_is_not_exact(seed: int, restatements: int, data: st.DataObject) -> None:
-    chain = make_chain(seed, 20, 12, restatements=restatements)
-    length = data.draw(st.integers(0, chain.max_tokens - 1))
-    grade = chain.grade(" ".join(chain.answer[:length]))
-    assert not grade.exact
-    assert grade.correct_hops <= grade.hops
+    assert before <= grade.correct_hops <= chain.hops
 
 
 def test_a_chain_reads_as_documented() -> None:
-    chain = make_chain(seed=0, facts=3, hops=2, keys=8, restatements=2)
+    chain = make_chain(seed=0, facts=3, hops=2)
     *facts, go, start = chain.prompt.split()
     assert go == "go"
     table = dict(zip(facts[::2], facts[1::2], strict=True))
     assert sorted(table) == sorted(value.replace("d", "s") for value in table.values())
     second = table[start].replace("d", "s")
-    assert " ".join(chain.answer) == f"{start} {table[start]} {second} {second} {table[second]}"
+    first, then = [start, start, table[start]], [second] * 3 + [table[second]]
+    assert list(chain.answer) == first + then
 
 
 def test_a_hop_counts_after_an_earlier_mistake() -> None:
@@ -67,7 +58,7 @@ def test_a_lap_visits_every_key_once(seed: int, facts: int) -> None:
     assert values[-1] == chain.prompt.split()[-1].replace("s", "d")
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (129, 1), (5, 0), (5, 5, 128, 0)])
+@pytest.mark.parametrize("sizes", [(1, 1), (129, 1), (5, 0)])
 def test_impossible_sizes_are_refused(sizes: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="must be in"):
         make_chain(0, *sizes)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from scripts.baselines.reference import Budget
-from scripts.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, attend
+from scripts.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, Step, attend
 
 pytestmark = pytest.mark.thorough  # these are systems to compare with
 
@@ -37,19 +37,16 @@ class Pools:
 
     def selection(self, mode: str, budget: int = BUDGET, pool_page: int = 1) -> Selection:
         page = QUEST_PAGE if mode == "quest" else 1
-        return Selection(
-            mode,
-            Budget.of_pages(SINKS, RECENT, budget, page),
-            self.table,
-            self.keys,
-            HEADS,
-            SCALE,
-            pool_page,
-        )
+        pages = Budget.of_pages(SINKS, RECENT, budget, page)
+        return Selection(mode, pages, self.table, self.keys, SCALE, pool_page)
 
-    def attend(self, selection: Selection, layer: int) -> Tensor:
+    def selected(self, selection: Selection, layer: int) -> Step:
         step = selection.prepare_step(self.slots, self.lengths)
         selection.select(step, layer, self.queries)
+        return step
+
+    def attend(self, selection: Selection, layer: int) -> Tensor:
+        step = self.selected(selection, layer)
         return attend(
             self.queries, self.keys[layer], self.values[layer], step.lists, step.attended, SCALE
         )
@@ -67,8 +64,7 @@ class Pools:
 
     def listed(self, selection: Selection, layer: int) -> list[list[set[int]]]:
         """The tokens of every list."""
-        step = selection.prepare_step(self.slots, self.lengths)
-        selection.select(step, layer, self.queries)
+        step = self.selected(selection, layer)
         attended = step.attended.view(len(self.lengths), selection.heads)
         found = []
         for row, slot in enumerate(self.slots.tolist()):

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cache_rank.kernels.score.reference import score_tokens
-from scripts.formats.measurements import config_for
-from scripts.formats.quality import Exact, compare
+from scripts.compare_formats import config_for
+from scripts.formats.quality import compare
 from scripts.formats.synthetic import synthetic_sample
 
 
@@ -30,7 +30,7 @@ def test_errors_are_those_of_the_definition() -> None:
             scores[side].append(score)
             score = score[..., 4 : tokens - 1 - 64]  # neither sinks nor recent tokens
             centred[side].append((score - score.mean(-1, keepdim=True)).flatten())
-    found = compare(sample, Exact.of(sample), keys, values, scores[1], config_for(sample, 32))
+    found = compare(sample, keys, values, scores[1], config_for(sample, 32))
     older = slice(0, 600 - 256)
     assert found.key_error == pytest.approx(error(sample.keys[:, :, older], keys[:, :, older]))
     assert found.value_error == pytest.approx(

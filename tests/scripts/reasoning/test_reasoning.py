@@ -75,7 +75,7 @@ class TestMeasures:
         assert time_per_token(answers[0]) == pytest.approx(pace)
         found = curve(answers, streams, width=16)
         assert list(found.values()) == pytest.approx([streams / pace] * len(found))
-        assert longest_gap(answers[0], 0.0).seconds == pytest.approx(max(sizes[1:]) * pace)
+        assert longest_gap(answers[0]).seconds == pytest.approx(max(sizes[1:]) * pace)
 
     def test_the_curve_falls_where_tokens_take_longer(self) -> None:
         slower = [0.001 * (n if n <= 100 else 100 + 2 * (n - 100)) for n in range(1, 301)]

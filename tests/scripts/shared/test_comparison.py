@@ -6,11 +6,13 @@ import logging
 import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from scripts.evaluate import parse_options
-from scripts.shared.comparison import Load, make_systems, server_flags
+from scripts.shared import comparison
+from scripts.shared.comparison import Load, Run, make_systems, serve_each, server_flags
 from scripts.shared.systems import DECODE_MODES, System
 
 LOAD = Load(4, 4 * 579, 259)
@@ -74,3 +76,43 @@ def test_a_server_accepts_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         kind = CacheRankServerArgs if system.has_cache_rank else BaselineServerArgs
         parsed = parse_server_args(server_flags(system, options, LOAD), kind)
         assert (parsed.sparse_budget, parsed.recent_tokens) == (32, 16)
+
+
+class Server:
+    """Starts at once, on these GPUs."""
+
+    def __init__(self, flags: Sequence[str], environment: dict[str, str]) -> None:
+        self.gpus = environment["CUDA_VISIBLE_DEVICES"]
+
+    def wait_ready(self) -> Server:
+        return self
+
+    def stop(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("gpus", "served", "failure"),
+    [
+        ("0 1 2", {"dense": "0", "cache-rank:sparse_budget=9": "0,1"}, {}),
+        ("0", {"dense": "0"}, {"cache-rank:sparse_budget=9": "needs 2 GPUs, and there are 1"}),
+    ],
+)
+def test_a_system_that_fails_is_noted_and_the_others_go_on(
+    gpus: str, served: dict[str, str], failure: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used: dict[str, str] = {}
+
+    def use(server: Any, system: System) -> None:
+        if system.name == "quest":
+            raise ValueError("no memory")
+        used[system.label] = server.gpus
+
+    monkeypatch.setattr(comparison, "Server", Server)
+    systems = "quest:sparse_budget=1 dense cache-rank:sparse_budget=9"
+    options = options_of("--gpus", *gpus.split(), "--systems", *systems.split())
+    run = Run(commands=[], machine={}, model="bundled", settings={})
+    serve_each(make_systems(options), options, LOAD, run, use)
+    assert used == served
+    expected = {"quest:sparse_budget=1": "no memory", **failure}
+    assert run.failures == {label: f"ValueError: {why}" for label, why in expected.items()}

@@ -2,41 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
+from scripts import profile_tpot
 from scripts.profile_tpot import main, parse_options
 from scripts.shared import machine
-from scripts.speed import profile, report, serving
-from scripts.speed.bench import (
-    NotMeasuredError,
-    plan_batch,
-)
-from scripts.speed.jobs import Job, Settings, Shape, make_job
-from scripts.speed.records import (
-    Measurement,
-    Results,
-    step_times,
-    summarize,
-    wire_between,
-)
+from scripts.speed import serving
+from scripts.speed.bench import NotMeasuredError, plan_batch
+from scripts.speed.jobs import Job, Shape
+from scripts.speed.records import Measurement, exchange_between, step_times, summarize
+from scripts.speed.report import read_results
 
 SHAPE = Shape(8, 32768)
 
 
-def job_of(system: str, *shapes: Shape, **settings: object) -> Job:
-    return make_job(system, shapes or (SHAPE,), msgspec.convert(settings, Settings))
+def job_of(system: str, *shapes: str) -> Job:
+    arguments = ["--systems", system, "--shapes", *(shapes or ("8x32768",)), "--out", "nowhere"]
+    (job,) = parse_options(arguments).jobs
+    return job
 
 
 class TestJobs:
     def test_cache_rank_job(self) -> None:
-        job = job_of("cache-rank:sparse_budget=1024", SHAPE, Shape(4, 8192))
+        job = job_of("cache-rank:sparse_budget=1024", "8x32768", "4x8192")
         assert job.gpus == 2
         assert job.engine["cache_rank_gpus"] == 1
         assert job.engine["sparse_budget"] == 1024
@@ -52,12 +46,12 @@ class TestJobs:
         assert "json_model_override_args" not in job.engine
 
     def test_long_context_lengthens_the_rotary_table(self) -> None:
-        job = job_of("dense", Shape(1, 131072))
+        job = job_of("dense", "1x131072")
         override = json.loads(job.engine["json_model_override_args"])
         assert override["max_position_embeddings"] == job.engine["context_length"] > 131072
 
     def test_floor_runs_at_the_budget_once_a_batch(self) -> None:
-        job = job_of("floor", SHAPE, Shape(8, 65536), Shape(16, 32768))
+        job = job_of("floor", "8x32768", "8x65536", "16x32768")
         assert job.shapes == [Shape(8, 2048), Shape(16, 2048)]
         assert job_of("floor:sparse_budget=512").shapes == [Shape(8, 512)]
         assert "sparse_budget" not in job_of("floor:sparse_budget=512").engine
@@ -71,63 +65,57 @@ class TestStatistics:
     def test_tokens_that_arrive_together_share_their_time(self) -> None:
         assert step_times([(1, 0.0), (4, 3.0), (5, 3.5)], first=1, steps=4) == [1.0, 1.0, 1.0, 0.5]
 
-    def test_unseen_tokens_are_an_error(self) -> None:
-        with pytest.raises(ValueError, match="not all seen"):
-            step_times([(5, 0.0), (6, 1.0)], first=4, steps=2)
-
     def test_summary(self) -> None:
-        measurement = Measurement("dense", SHAPE)
-        summarize(measurement, [0.001, 0.001, 0.004, 0.002, 0.002, 0.002], window=3)
-        assert [repeat.median for repeat in measurement.repeats] == [1.0, 2.0]
-        assert measurement.tpot_ms == 1.5
+        measurement = Measurement(system="dense", shape=SHAPE)
+        summarize(measurement, [0.001, 0.001, 0.004, 0.002, 0.001, 0.003])
+        assert measurement.medians == [1.0, 3.0, 2.0]
+        assert measurement.tpot_ms == 2.0
         assert measurement.mean_ms == pytest.approx(2.0)
         assert measurement.p90_ms == 4.0
-        assert measurement.tokens_per_second == pytest.approx(4000.0)
 
-    def test_wire(self) -> None:
+    def test_exchange(self) -> None:
         start = {"bulk_bytes": 5}
         before = {"steps": 10, "up_bytes": 100, "bulk_bytes": 65, "steps_waited": 4}
         after = {"steps": 20, "up_bytes": 300, "bulk_bytes": 65, "steps_waited": 5}
-        wire = wire_between(start, before, after)
-        assert wire is not None
-        assert (wire.up_bytes, wire.down_bytes, wire.bulk_bytes) == (20.0, 0.0, 60.0)
-        assert wire.late_share == pytest.approx(0.1)
-        assert wire_between({}, {}, {}) is None
+        found = exchange_between(start, before, after)
+        assert found["up MB/step"] == pytest.approx(20e-6)
+        assert found["bulk GB"] == pytest.approx(60e-9)
+        assert found["late steps %"] == pytest.approx(10)
+        assert exchange_between({}, {}, {}) == {}
 
 
-ARGUMENTS = SimpleNamespace(
-    sparse_budget=2048,
-    max_swap_tokens=128,
-    query_window=16,
-    bulk_chunk_tokens=513,
-    inference_kv="full",
-)
+INFO: dict[str, Any] = {
+    "sparse_budget": 2048,
+    "max_swap_tokens": 128,
+    "query_window": 16,
+    "bulk_chunk_tokens": 513,
+    "inference_kv": "full",
+    "max_total_num_tokens": 1 << 20,
+}
 
 
 class TestBench:
     def test_plan_waits_until_slots_are_full(self) -> None:
-        plan = plan_batch(job_of("cache-rank"), SHAPE, ARGUMENTS, 1 << 20, 1 << 20)
+        plan = plan_batch(job_of("cache-rank"), SHAPE, INFO)
         assert plan.settle == 20 + 16 + 16
         assert plan.most_tokens >= 64 + plan.settle + 3 * 64
 
     def test_prompts_that_enter_in_turns_decode_for_longer(self) -> None:
-        arguments = SimpleNamespace(**{**vars(ARGUMENTS), "inference_kv": "working-set"})
-        job = job_of("cache-rank-working-set")
-        one = plan_batch(job, SHAPE, arguments, 1 << 20, 1 << 20)
-        two = plan_batch(job, SHAPE, arguments, 1 << 17, 1 << 20)
+        info, job = {**INFO, "inference_kv": "working-set"}, job_of("cache-rank-working-set")
+        one = plan_batch(job, SHAPE, info)
+        two = plan_batch(job, SHAPE, {**info, "max_total_num_tokens": 1 << 17})
         assert two.most_tokens == one.most_tokens + 2 * 64
 
-    @pytest.mark.parametrize(("pool", "cache_rank"), [(1 << 17, 1 << 20), (1 << 20, 1 << 17)])
-    def test_what_does_not_fit_is_not_tried(self, pool: int, cache_rank: int) -> None:
+    @pytest.mark.parametrize(
+        "less",
+        [
+            {"max_total_num_tokens": 1 << 17},
+            {"internal_states": [{"cache_rank": {"capacity_tokens": 1 << 17}}]},
+        ],
+    )
+    def test_what_does_not_fit_is_not_tried(self, less: dict[str, Any]) -> None:
         with pytest.raises(NotMeasuredError, match="does not fit"):
-            plan_batch(job_of("cache-rank"), SHAPE, ARGUMENTS, pool, cache_rank)
-
-
-def measured(system: str, shape: Shape, milliseconds: float) -> Measurement:
-    measurement = Measurement(system, shape, memory_gib=[100.0, 20.5])
-    seconds = [milliseconds / 1e3] * 2
-    summarize(measurement, [*seconds, *(1.1 * one for one in seconds)], window=2)
-    return measurement
+            plan_batch(job_of("cache-rank"), SHAPE, {**INFO, **less})
 
 
 def row_of(text: str, *cells: str) -> list[str]:
@@ -144,7 +132,7 @@ class TestCommandLine:
             ("--shapes 8x100", "--systems"),
             ("--systems dense --shapes 8", "--shapes: '8' is not a shape: write BATCHxCONTEXT"),
             ("--engine-args {", "--engine-args: Expecting property name"),
-            ("--systems x --shapes 1x1 --window 0", "--repeats and --window must be at least 1"),
+            ("--systems x --shapes 1x1", "no system 'x'"),
         ],
     )
     def test_what_is_wrong_is_said(
@@ -161,24 +149,21 @@ def test_a_server_that_does_not_start_is_explained(
     monkeypatch.setattr(serving, "START_SECONDS", 0)
     line = "--model bundled --shapes 1x400 2x400 --systems dense --out"
     assert main([*line.split(), str(tmp_path)]) == 1
-    measurements = report.read_results(tmp_path / "results.json").measurements
-    assert [m.shape for m in measurements] == [Shape(1, 400), Shape(2, 400)]
-    assert all(m.failure.startswith("did not start in time") for m in measurements)
+    text = (tmp_path / "results.md").read_text()
+    for shape in ("1 × 400", "2 × 400"):
+        assert row_of(text, shape, "dense", "did not start in time")
     assert len([*(tmp_path / "logs").iterdir()]) == 1
 
 
 @pytest.mark.thorough
 def test_a_system_is_measured_without_a_gpu(tmp_path: Path) -> None:
     line = f"--model bundled --shapes 2x400 --systems cache-rank --out {tmp_path}"
-    sparse = "--sparse-threshold 300 --sparse-budget 32 --window 8 --skip-steps 2"
-    assert main([*line.split(), *sparse.split()]) == 0
-    results = report.read_results(tmp_path / "results.json")
-    (ours,) = results.measurements
+    assert main([*line.split(), *"--sparse-threshold 300 --sparse-budget 32".split()]) == 0
+    (ours,) = read_results(tmp_path).measurements
     assert (ours.system, ours.shape, ours.failure) == ("cache-rank", Shape(2, 400), "")
-    assert len(ours.repeats) == 3
+    assert len(ours.medians) == 3
     assert ours.tpot_ms is not None
-    assert ours.wire is not None
-    assert ours.wire.down_bytes > 0
+    assert ours.exchange["down MB/step"] > 0
     assert row_of((tmp_path / "results.md").read_text(), "2 × 400", "cache-rank")
 
 
@@ -188,42 +173,39 @@ class TestRecord:
     @pytest.fixture
     def run(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., int]:
         """Profile systems, of which fp8 fails, on GPUs of a kind; the exit status."""
-        gpus: list[str] = []
 
-        def measure_each(left: list[Measurement], _: object, note: Any, *rest: object) -> None:
-            for one in left:
-                failed = Measurement(one.system, one.shape, "out of memory")
-                note(failed if one.system == "fp8" else measured(one.system, one.shape, 5.0))
+        @contextlib.contextmanager
+        def serve_job(job: Job, *_: Any) -> Iterator[list[object]]:
+            if job.system == "fp8":
+                raise RuntimeError("out of memory")
+            yield []
 
-        def run(systems: str, *options: str, kinds: Sequence[str] = ("H200",)) -> int:
-            gpus[:] = kinds
+        def measure_shape(_servers: object, _job: Job, measurement: Measurement) -> None:
+            summarize(measurement, [0.005] * 6)
+
+        def run(systems: str, *options: str, kind: str = "H200") -> int:
+            monkeypatch.setattr(machine, "describe", lambda _: {"gpus": [kind]})
             out = ["--shapes", "8x32768", "--out", str(tmp_path)]
             return main(["--systems", *systems.split(), *out, *options])
 
-        monkeypatch.setattr(profile, "measure_each", measure_each)
-        monkeypatch.setattr(machine, "visible_gpus", lambda: [str(n) for n in range(len(gpus))])
-        monkeypatch.setattr(machine, "describe", lambda _: {"gpus": list(gpus)})
+        monkeypatch.setattr(serving, "serve_job", serve_job)
+        monkeypatch.setattr(profile_tpot, "measure_shape", measure_shape)
         return run
 
-    def read(self, out: Path) -> Results:
-        return report.read_results(out / "results.json")
-
-    def test_what_was_measured_is_not_overwritten(
-        self, run: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_what_is_missing_is_measured(self, run: Callable[..., int], tmp_path: Path) -> None:
         assert run("fp8") == 1
         assert run("dense") == 0  # failures are nothing to keep
-        before = self.read(tmp_path)
-        assert len(before.commands) == 1
-        assert run("quest") == 2
-        assert f"{tmp_path} has results: pass --resume, or another --out" in capsys.readouterr().err
-        assert self.read(tmp_path) == before
+        assert run("dense quest", "--resume") == 0
+        results = read_results(tmp_path)
+        assert len(results.commands) == 2
+        assert [one.system for one in results.measurements] == ["dense", "quest"]
 
     @pytest.mark.parametrize(
         ("options", "kind", "why"),
         [
-            ("--model qwen3-4b", "H200", "model qwen3-8b, not qwen3-4b"),
-            ("", "H100", "GPUs H200, not H100"),
+            ("", "H200", "has results: pass --resume, or another --out"),
+            ("--resume --model qwen3-4b", "H200", "was measured with {'model': 'qwen3-8b'"),
+            ("--resume", "H100", "not {'model': 'qwen3-8b'"),
         ],
     )
     def test_other_conditions_are_refused(
@@ -236,8 +218,8 @@ class TestRecord:
         capsys: pytest.CaptureFixture[str],
     ) -> None:
         assert run("dense") == 0
-        before = self.read(tmp_path)
-        assert run("quest", "--resume", *options.split(), kinds=(kind,)) == 2
-        said = f"{tmp_path} was measured with {why}: pass another --out"
-        assert said in capsys.readouterr().err
-        assert self.read(tmp_path) == before
+        before = read_results(tmp_path)
+        with pytest.raises(SystemExit):
+            run("quest", *options.split(), kind=kind)
+        assert why in capsys.readouterr().err
+        assert read_results(tmp_path) == before

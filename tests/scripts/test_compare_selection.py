@@ -11,8 +11,7 @@ from modelled_request import Request
 from small_models import GQA, small_config
 
 from cache_rank.config import CacheRankConfig
-from scripts.accuracy.selection import StepResult, base_config, replay
-from scripts.compare_selection import main
+from scripts.compare_selection import StepResult, base_config, main, replay
 from scripts.shared.recordings import Recorded
 
 PROMPT, STEPS = 50, 12
@@ -51,8 +50,6 @@ def test_steps_count_from_where_window_and_slots_are_full(
     assert len(found) == STEPS - steps
 
 
-def test_a_folder_without_a_recording_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--recording", str(tmp_path)]) == 2
-    assert "holds no recorded decode step" in capsys.readouterr().err
+def test_a_folder_without_a_recording_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="holds no recorded decode step"):
+        main(["--recording", str(tmp_path)])
