@@ -52,7 +52,11 @@ def _without_collections() -> Iterator[None]:
 
 
 def _require_named_model(argv: Sequence[str]) -> None:
-    """Check before SGLang is imported that there is the model which a command line names."""
+    """Check before SGLang is imported that there is the model which a command line names.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--model-path", "--model", nargs="?")
     parser.add_argument("--revision", nargs="?")

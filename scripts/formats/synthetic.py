@@ -44,6 +44,9 @@ def synthetic_sample(
     Args:
         tokens, steps: length of the sequence, and how many of the newest tokens have queries.
         layers, query_heads, kv_heads, head_dim: shape; the last is a multiple of 16.
+
+    Raises:
+        ValueError: the shape cannot be made.
     """
     generator = torch.Generator().manual_seed(0)
     heads = (layers, kv_heads)

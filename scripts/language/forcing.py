@@ -84,6 +84,9 @@ def force(server: Client, prompt: Sequence[int], tokens: Sequence[int], file: Pa
         prompt: token ids that are read before.
         tokens: the token ids to decode.
         file: is written, see Forced.
+
+    Raises:
+        ServerError: it did not decode these tokens.
     """
     file.unlink(missing_ok=True)
     forced = {"tokens": list(tokens), "file": str(file.absolute()), "step": 0}

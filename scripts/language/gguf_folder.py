@@ -53,6 +53,9 @@ def write_folder(gguf: Path, folder: Path, dtype: torch.dtype = torch.float32) -
         gguf: the file, of a Llama model with a byte-level tokenizer.
         folder: is made, with its parents.
         dtype: of the weights; what GGUF holds in 4 bits has no exact value in bfloat16.
+
+    Raises:
+        ValueError: the file is not of a Llama model with a byte-level tokenizer.
     """
     reader = GGUFReader(gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}
@@ -108,7 +111,11 @@ def model_config(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def tensor_name(gguf_name: str) -> str:
-    """The name that Transformers gives a tensor."""
+    """The name that Transformers gives a tensor.
+
+    Raises:
+        ValueError: a Llama model has no such tensor.
+    """
     parts = gguf_name.split(".")
     if parts[0] == "blk":
         return f"model.layers.{parts[1]}.{LAYER_TENSORS[parts[2]]}.{parts[3]}"

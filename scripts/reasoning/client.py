@@ -42,6 +42,10 @@ async def send(
         requests: a stream takes the next one when its last has ended.
         streams: requests at once.
         note: is told how many tokens have come.
+
+    Raises:
+        ServerError: a request failed, or its answer is not as long as it was asked to be.
+        aiohttp.ClientError: a server is gone.
     """
     left, in_flight, answers = iter(requests), dict.fromkeys(urls, 0), list[Answer]()
 

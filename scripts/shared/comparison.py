@@ -109,7 +109,11 @@ def read_options(
 
 
 def make_systems(options: argparse.Namespace) -> list[System]:
-    """The systems of a command line, each with each budget that its label leaves open."""
+    """The systems of a command line, each with each budget that its label leaves open.
+
+    Raises:
+        ValueError: there is no such system, or it is one of speed.
+    """
     systems: dict[str, System] = {}
     for label in options.systems:
         system = System.parse(label)

@@ -48,14 +48,22 @@ class Client:
         self.url = url.rstrip("/").removesuffix("/v1")
 
     def get(self, path: str, timeout: float = 30) -> requests.Response:
-        """Read a path of the server; ServerError if none answers."""
+        """Read a path of the server; ServerError if none answers.
+
+        Raises:
+            ServerError: no server answers.
+        """
         try:
             return requests.get(f"{self.url}{path}", timeout=timeout)
         except requests.RequestException as error:
             raise ServerError(f"no server answers at {self.url}{path}: {error}") from error
 
     def read(self, path: str) -> dict[str, Any]:
-        """Read a path that holds a JSON object; ServerError if there is none."""
+        """Read a path that holds a JSON object; ServerError if there is none.
+
+        Raises:
+            ServerError: no server answers, or it does not have the path.
+        """
         response = self.get(path)
         if not response.ok:
             raise ServerError(f"{self.url}{path} answers {response.status_code}: is it SGLang?")
@@ -97,7 +105,11 @@ class Client:
             time.sleep(0.1)
 
     def flush_cache(self, timeout: float = 15) -> None:
-        """Empty the prefix caches. SGLang refuses it for a moment after an answer has come."""
+        """Empty the prefix caches. SGLang refuses it for a moment after an answer has come.
+
+        Raises:
+            TimeoutError: it was refused for so many seconds.
+        """
         deadline = time.monotonic() + timeout
         while (response := self.post("/flush_cache")).status_code != 200:
             if time.monotonic() > deadline:

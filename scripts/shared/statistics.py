@@ -28,12 +28,20 @@ class Estimate(NamedTuple):
 
 
 def mean(values: ArrayLike) -> Estimate:
-    """The mean over two or more problems of `values`, [problems]."""
+    """The mean over two or more problems of `values`, [problems].
+
+    Raises:
+        ValueError: fewer than two problems.
+    """
     return _estimate(np.mean, values)
 
 
 def difference(values: ArrayLike, baseline: ArrayLike) -> Estimate:
-    """The mean of `values - baseline`, [problems] each in the same order."""
+    """The mean of `values - baseline`, [problems] each in the same order.
+
+    Raises:
+        ValueError: fewer than two problems, or not as many of one as of the other.
+    """
     return mean(np.subtract(values, baseline, dtype=np.float64))
 
 

@@ -23,6 +23,10 @@ async def chunks_of(
     """Ask `/generate` of a server, and give each chunk when it comes.
 
     ServerError if it refuses the request or ends it with an error; aiohttp's if it is gone.
+
+    Raises:
+        ServerError: the server refuses the request, or ends it with an error.
+        aiohttp.ClientError: the server is gone.
     """
     async with session.post(f"{url}/generate", json={**body, "stream": True}) as response:
         async for line in response.content:

@@ -34,7 +34,11 @@ class System(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, label: str) -> System:
-        """Read a label; ValueError if there is no such system, or its budget makes no sense."""
+        """Read a label; ValueError if there is no such system, or its budget makes no sense.
+
+        Raises:
+            ValueError: there is no such system, or an argument is not one of it.
+        """
         name, _, changes = label.partition(":")
         if name not in SYSTEMS:
             raise ValueError(f"no system {name!r}: choose from {', '.join(SYSTEMS)}")
@@ -109,7 +113,11 @@ SYSTEMS = {
 
 
 def parse_assignments(text: str) -> dict[str, Any]:
-    """Read `facts=128,hops=80`; a value is JSON, or else a text."""
+    """Read `facts=128,hops=80`; a value is JSON, or else a text.
+
+    Raises:
+        ValueError: it is not a list of NAME=VALUE.
+    """
     found: dict[str, Any] = {}
     for assignment in filter(None, text.split(",")):
         name, equals, value = assignment.partition("=")

@@ -56,7 +56,11 @@ class Plan(NamedTuple):
 
 
 def plan_batch(job: Job, shape: Shape, info: dict[str, Any]) -> Plan:
-    """Decide how long a batch decodes, by what `/server_info` says, or that it cannot."""
+    """Decide how long a batch decodes, by what `/server_info` says, or that it cannot.
+
+    Raises:
+        NotMeasuredError: it makes no sense, or cannot fit.
+    """
     threshold, longest = job.engine.get("sparse_threshold"), job.engine["context_length"]
     if threshold is None:
         threshold = SPARSE_THRESHOLD if job.cache_rank else 0
@@ -191,7 +195,11 @@ class _Bench:
 
 
 def _ending(task: asyncio.Task[None]) -> str:
-    """How a request ended before its time; an aiohttp.ClientError says that the server is gone."""
+    """How a request ended before its time; an aiohttp.ClientError says that the server is gone.
+
+    Raises:
+        aiohttp.ClientError: the server is gone.
+    """
     try:
         task.result()
     except ServerError as error:

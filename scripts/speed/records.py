@@ -46,6 +46,9 @@ def step_times(arrivals: Sequence[tuple[int, float]], first: int, steps: int) ->
         arrivals: (tokens so far, when), in order; tokens that came together share their time.
         first: token whose arrival starts the first step.
         steps: how many.
+
+    Raises:
+        ValueError: the stream does not cover them.
     """
     tokens, times = zip(*arrivals, strict=True)
     return numpy.diff(numpy.interp(range(first, first + steps + 1), tokens, times)).tolist()

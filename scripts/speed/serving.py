@@ -128,7 +128,11 @@ def serve_job(job: Job, gpus: Sequence[str], logs: Path) -> Iterator[list[Server
 
 
 def spread_logits(server: Client, config: dict[str, Any]) -> None:
-    """Give a model of dummy weights norms by which attention prefers some tokens to others."""
+    """Give a model of dummy weights norms by which attention prefers some tokens to others.
+
+    Raises:
+        ServerError: the server did not take them.
+    """
     with tempfile.TemporaryDirectory() as folder:
         save_file(dict(norms_for_unit_logits(config)), Path(folder) / "norms.safetensors")
         body = {"model_path": folder, "load_format": "safetensors"}

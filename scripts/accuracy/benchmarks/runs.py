@@ -115,7 +115,15 @@ class EvaluatedServer(Client):
 
 
 def run_benchmark(options: Namespace, command: str) -> Record:
-    """Ask a server every question of a benchmark, and keep the answers."""
+    """Ask a server every question of a benchmark, and keep the answers.
+
+    Raises:
+        FileExistsError: the benchmark has a folder already.
+        InterruptedError: the harness did not end well; what it has is kept.
+        ModuleNotFoundError: the harness is not installed.
+        OSError: the questions cannot be read from the hub.
+        ServerError: the server is not one on which the benchmark means anything.
+    """
     importlib.import_module("sgl_eval")  # before a folder is made
     server = EvaluatedServer(options.base_url)
     folder: Path = options.out / options.benchmark
@@ -183,6 +191,10 @@ def read_run(folder: Path) -> Run:
 
     ValueError if it was interrupted: the answers that it has are the short ones, and their mean is
     no estimate of anything.
+
+    Raises:
+        FileNotFoundError: the folder has no finished run.
+        ValueError: the run was cut short.
     """
     record = msgspec.json.decode((folder / "run.json").read_bytes(), type=Record)
     found = next(iter(sorted(folder.glob("sgl_eval_*/metrics.json"))), None)
