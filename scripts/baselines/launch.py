@@ -1,7 +1,8 @@
-"""Serve with a baseline in place of a cache rank, or with drafts that select in another way.
+"""Serve a baseline in place of a cache rank, drafts that select in another way, or a rounded cache.
 
 python -m scripts.baselines.launch --decode-mode quest --sparse-budget 2048 [any SGLang flag]
 python -m scripts.baselines.launch --draft-selector quest --speculative-algorithm CACHE_RANK [...]
+python -m scripts.baselines.launch --round-kv fp8_e4m3 [...]    # on a CPU
 """
 
 from __future__ import annotations
@@ -18,11 +19,18 @@ def serve(argv: Sequence[str]) -> int:
     """Serve until stopped; the exit status."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--draft-selector")
+    parser.add_argument("--round-kv", choices=("fp8_e4m3",))
     own, others = parser.parse_known_args(argv)
     if own.draft_selector is not None:
         from scripts.baselines import drafting
 
         run = functools.partial(drafting.run_scheduler_process, own.draft_selector)
+        return main(others, run_scheduler_process=run)
+
+    if own.round_kv is not None:
+        from scripts.baselines import rounding
+
+        run = functools.partial(rounding.run_scheduler_process, own.round_kv)
         return main(others, run_scheduler_process=run)
 
     from scripts.baselines import plugin

@@ -33,11 +33,7 @@ class Load(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Load:
-        """Read `64x512+12000`, or `64x200-1000+8000/32000`; ValueError if it is neither.
-
-        Raises:
-            ValueError: it is not of this form.
-        """
+        """Read `64x512+12000`, or `64x200-1000+8000/32000`; ValueError if it is neither."""
         if match := _FORM.fullmatch(text):
             streams, least, most, mean, longest = (int(part or 0) for part in match.groups())
             load = cls(text, streams, least, most or least, mean, longest or mean)

@@ -32,9 +32,6 @@ def folder_of(model: str) -> Path:
     """The folder of a model: `bundled`, a name in MODEL_SHAPES or FETCHED, or itself a folder.
 
     ValueError if it has to be fetched first.
-
-    Raises:
-        ValueError: it has to be fetched first; says how.
     """
     if model == BUNDLED:
         return BUNDLED_FOLDER
@@ -47,11 +44,7 @@ def folder_of(model: str) -> Path:
 
 @functools.cache
 def model_config(model: str) -> dict[str, Any]:
-    """The config.json of a model; ValueError if there is none.
-
-    Raises:
-        ValueError: there is none; names the models that there are.
-    """
+    """The config.json of a model; ValueError if there is none."""
     path = folder_of(model) / "config.json"
     if not path.is_file():
         names = [*sorted(path.name for path in MODEL_SHAPES.iterdir()), *FETCHED]

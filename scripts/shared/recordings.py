@@ -51,9 +51,6 @@ def read_recording(folder: Path) -> tuple[CacheRankConfig, list[Recorded]]:
     """The configuration of a recording, and its sequences, up to the last step with every layer.
 
     ValueError if there is none of a decode step.
-
-    Raises:
-        ValueError: there is no recording, or none of a decode step.
     """
     config: CacheRankConfig | None = None
     loads: dict[int, list[Tensor]] = defaultdict(list)

@@ -36,6 +36,9 @@ PLAIN = (
 ).split()
 """The command line of plain SGLang on a CPU."""
 
+BASELINE_FLAGS = {"--decode-mode", "--draft-selector", "--round-kv"}
+"""The launcher of baselines takes these."""
+
 
 class ServerError(RuntimeError):
     """No server answers, or not as it should."""
@@ -48,7 +51,7 @@ class Client:
         self.url = url.rstrip("/").removesuffix("/v1")
 
     def get(self, path: str, timeout: float = 30) -> requests.Response:
-        """Read a path of the server; ServerError if none answers.
+        """Read a path of the server.
 
         Raises:
             ServerError: no server answers.
@@ -59,11 +62,7 @@ class Client:
             raise ServerError(f"no server answers at {self.url}{path}: {error}") from error
 
     def read(self, path: str) -> dict[str, Any]:
-        """Read a path that holds a JSON object; ServerError if there is none.
-
-        Raises:
-            ServerError: no server answers, or it does not have the path.
-        """
+        """Read a path that holds a JSON object; ServerError if there is none."""
         response = self.get(path)
         if not response.ok:
             raise ServerError(f"{self.url}{path} answers {response.status_code}: is it SGLang?")
@@ -149,7 +148,7 @@ class Server(Client):
         self.port = free_port()
         super().__init__(f"http://127.0.0.1:{self.port}")
         self.log = log or Path(tempfile.mkstemp(prefix="server-", suffix=".log")[1])
-        is_baseline = not {"--decode-mode", "--draft-selector"}.isdisjoint(arguments)
+        is_baseline = not BASELINE_FLAGS.isdisjoint(arguments)
         launcher = "scripts.baselines" if is_baseline else "sglang_ext"
         command = [sys.executable, "-m", f"{launcher}.launch", "--port", str(self.port)]
         command += ["--skip-server-warmup", "--log-level-http", "warning", *arguments]

@@ -34,11 +34,7 @@ class System(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, label: str) -> System:
-        """Read a label; ValueError if there is no such system, or its budget makes no sense.
-
-        Raises:
-            ValueError: there is no such system, or an argument is not one of it.
-        """
+        """Read a label; ValueError if there is no such system, or its budget makes no sense."""
         name, _, changes = label.partition(":")
         if name not in SYSTEMS:
             raise ValueError(f"no system {name!r}: choose from {', '.join(SYSTEMS)}")

@@ -33,11 +33,7 @@ class Shape(msgspec.Struct, frozen=True, order=True):
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Read `8x32768`; ValueError if it is not of this form.
-
-        Raises:
-            ValueError: it is not two positive numbers.
-        """
+        """Read `8x32768`; ValueError if it is not of this form."""
         batch, _, context = text.partition("x")
         if not (batch.isdecimal() and context.isdecimal() and int(batch) and int(context)):
             raise ValueError(f"{text!r} is not a shape: write BATCHxCONTEXT, as in 8x32768")
@@ -79,11 +75,7 @@ class Job(msgspec.Struct):
 def make_job(
     label: str, shapes: Sequence[Shape], options: argparse.Namespace, servers: int = 1
 ) -> Job:
-    """The engine of a system, and its shapes as run; ValueError if there is no such system.
-
-    Raises:
-        ValueError: there is no such model or system.
-    """
+    """The engine of a system, and its shapes as run; ValueError if there is no such system."""
     system, config = System.parse(label), model_config(options.model)
     changes = dict(system.changes)
     if system.at_budget:

@@ -191,10 +191,6 @@ def read_run(folder: Path) -> Run:
 
     ValueError if it was interrupted: the answers that it has are the short ones, and their mean is
     no estimate of anything.
-
-    Raises:
-        FileNotFoundError: the folder has no finished run.
-        ValueError: the run was cut short.
     """
     record = msgspec.json.decode((folder / "run.json").read_bytes(), type=Record)
     found = next(iter(sorted(folder.glob("sgl_eval_*/metrics.json"))), None)
