@@ -4,7 +4,8 @@
 
 The keys and values are synthetic and have outlier channels (scripts/formats/synthetic.py). With
 `--recording` they are the longest sequence that a server with CACHE_RANK_RECORD=FOLDER recorded.
-Writes formats.json and formats.md.
+Where scores read 4 of 8 bits (`reading=anchor`, `reading=4`), errors are those of attention to
+these alone. Writes formats.json and formats.md.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ from tqdm import tqdm
 from cache_rank import residency
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import DTYPES, CacheRankConfig, ModelShape, OptionValue
+from cache_rank.kernels.coded.reference import Codec
+from cache_rank.kernels.lynx import reference as lynx
+from cache_rank.kernels.quantspec import reference as quantspec
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency import FORMATS, bytes_per_token
+from cache_rank.residency.coded import CodedResidency
 from scripts.formats.quality import Quality, compare
 from scripts.formats.synthetic import synthetic_sample
 from scripts.shared.command import command_line, make_parser, run
@@ -45,6 +50,9 @@ VARIANTS: tuple[tuple[str, dict[str, OptionValue]], ...] = (
     ("hack", {"bits": 2, "partition": 16}),
     ("mosaickv", {}),
     ("mosaickv", {"rate": 87.5}),
+    # A quarter of the elements, the same of all vectors or each vector's own (MosaicKV, Fig. 9).
+    ("mosaickv", {"rate": 0, "dropped": 75}),
+    ("mosaickv", {"rate": 75, "group": 1}),
     ("mosaickv", {"dropped": 25}),  # as in the paper
 )
 """Formats, with options."""
@@ -116,11 +124,32 @@ def measure(sample: Recorded, base: CacheRankConfig, name: str, options: Any) ->
     config = msgspec.structs.replace(base, kv_residency=name, kv_residency_options=options)
     held = _Held(sample, config)
     scores = [held.step(position) for position in sample.positions]
-    quality = compare(sample, *held.read(), scores, config)
+    first_alone = options.get("reading") in ("anchor", 4)
+    read = read_first_bits(sample, config) if first_alone else held.read()
+    quality = compare(sample, *read, scores, config)
     model = config.model
     of_head = bytes_per_token(config) / (model.layers * model.kv_heads)
     title = ",".join(f"{option}={value}" for option, value in options.items())
     return Measurement(name, title, of_head, 8 * of_head / (2 * model.head_dim), quality)
+
+
+def read_first_bits(sample: Recorded, config: CacheRankConfig) -> tuple[Tensor, Tensor]:
+    """All keys and values by the first 4 bits of their codes; the newest are held as they came."""
+    kind = FORMATS[config.kv_residency]
+    assert issubclass(kind, CodedResidency)
+    group = kind.group_tokens
+    coded = (sample.tokens // group - kind.full_groups) * group
+
+    def read(codec: Codec, tokens: Tensor) -> Tensor:
+        codes: Any = codec.encode(tokens[:, :, :coded].unflatten(2, (-1, group)))
+        if isinstance(codec, lynx.LynxCodec):
+            first = lynx.decode_tokens(lynx.align(codes), codec.alpha, full=False)
+        else:
+            first = quantspec.decode(codes, bits=4)
+        return torch.cat((first.flatten(2, 3).to(tokens.dtype), tokens[:, :, coded:]), dim=2)
+
+    keys, values = map(read, kind.codecs(config), (sample.keys, sample.values))
+    return keys, values
 
 
 class _Held:

@@ -12,8 +12,8 @@ rank, with the current query, before each layer's attention. They share --sparse
     reference.py   scores and selection by the current query, plain torch
     kernels.py     the same for Quest on a GPU, Triton
 
-drafting.py lets the drafts of a server select in other ways, and rounding.py rounds K and V as an FP8
-cache does: both for what they select and lose, on a CPU.
+drafting.py lets the drafts of a server select in other ways, and rounding.py rounds K and V as an
+FP8 cache does: both for what they select and lose, on a CPU.
 """
 
 import sglang_ext  # noqa: F401  (makes SGLang importable without a GPU)

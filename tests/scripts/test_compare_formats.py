@@ -44,11 +44,12 @@ def test_every_format_has_a_line_and_is_worth_what_it_holds(
         assert 0 < m.bits <= 20
         assert 0 <= m.quality.recall <= 1
         assert 0 <= m.quality.attention_mass <= 1
-    fine, coarse = (line(comparison[0], "quantspec", f"reading={bits}").quality for bits in (8, 4))
-    assert fine.output_error == coarse.output_error  # both nibbles are shipped
-    assert fine.score_error is not None
-    assert coarse.score_error is not None
-    assert fine.score_error < coarse.score_error / 10
+    for name, all_bits, first_bits in (("quantspec", 8, 4), ("lynx", "full", "anchor")):
+        fine, coarse = (
+            line(comparison[0], name, f"reading={bits}").quality for bits in (all_bits, first_bits)
+        )
+        for error in ("key_error", "value_error", "output_error", "score_error"):
+            assert 0 < getattr(fine, error) < getattr(coarse, error) / 10
     two, four = (
         line(comparison[0], "hack", f"bits={bits},partition=64").quality for bits in (2, 4)
     )
