@@ -2,8 +2,8 @@
 
 What would give wrong tokens or end in a crash is refused. `servers` and `models` object to what
 sparse decode does not allow, wherever tokens are selected, and separately to what the exchange with
-a cache rank in a process of its own does not. `ineffective_flags` warns of what keeps requests
-dense, and `known` of flags that nobody has tried.
+a cache rank in a process of its own does not. `ineffective_flags` warns of what has no effect,
+and `known` of flags that nobody has tried.
 """
 
 from __future__ import annotations
