@@ -1,4 +1,7 @@
-"""What differs between releases of SGLang: one function a difference, with the release it is of."""
+"""What differs between the two releases of SGLang that this serves: one function a difference.
+
+0.5.16 is the newest that runs on torch 2.11. *Old* and *new* below are these two.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,8 @@ from torch import Tensor
 RELEASE = Version(importlib.metadata.version("sglang"))
 """The release that is installed."""
 
-TESTED = ("0.5.16", "0.5.17", "0.5.20", "0.5.21", "0.5.22", "0.5.23")
-"""These releases are tested on CPUs; CONTRIBUTING.md says what was run with each."""
-
-TESTED_ON_GPUS = ("0.5.16", "0.5.23")
-"""With these, servers on GPUs have passed tests of equality, losses and copies, and were timed."""
+TESTED = ("0.5.16", "0.5.23")
+"""These releases are tested, on CPUs and on GPUs; CONTRIBUTING.md says what was run with each."""
 
 
 def is_in(releases: Sequence[str]) -> bool:
@@ -29,16 +29,8 @@ def is_in(releases: Sequence[str]) -> bool:
     return RELEASE.base_version in releases
 
 
-def _since(release: str) -> bool:
-    """Whether the installed release is this or a later one; what leads up to one counts as it."""
-    return Version(release) <= Version(RELEASE.base_version)
-
-
-_SINCE_0_5_19 = _since("0.5.19")
-_SINCE_0_5_20 = _since("0.5.20")
-_SINCE_0_5_21 = _since("0.5.21")
-_SINCE_0_5_22 = _since("0.5.22")
-_SINCE_0_5_23 = _since("0.5.23")
+IS_NEW = Version(RELEASE.base_version) > Version("0.5.16")
+"""Whether the installed release is the new one, or one that nobody has tested."""
 
 
 # Arguments.
@@ -47,7 +39,7 @@ _SINCE_0_5_23 = _since("0.5.23")
 def record(cls: type) -> type:
     """Make a class with new fields, derived from ServerArgs, what ServerArgs is.
 
-    Up to 0.5.19 that is a dataclass, from 0.5.20 on a msgspec.Struct, which is made by deriving.
+    In the old release that is a dataclass, in the new one a msgspec.Struct, made by deriving.
     """
     return cls if issubclass(cls, msgspec.Struct) else dataclasses.dataclass(cls)
 
@@ -63,8 +55,8 @@ def default_values(cls: type) -> dict[str, Any]:
     }
 
 
-RESOLVED_IN = "resolve_once" if _SINCE_0_5_19 else "__post_init__"
-"""The method in which ServerArgs chooses what is not given: up to 0.5.18 when it is made."""
+RESOLVED_IN = "resolve_once" if IS_NEW else "__post_init__"
+"""The method in which ServerArgs chooses what is not given: in the old release when it is made."""
 
 
 def resolve(args: Any) -> None:
@@ -81,25 +73,22 @@ def is_resolved(args: Any) -> bool:
 def decide(args: Any, **fields: Any) -> None:
     """Set fields of resolved arguments.
 
-    From 0.5.19 on these are sealed. Other processes then get the fields, and what reports them to
-    users reads what was declared.
+    In the new release these are sealed. Other processes then get the fields, and what reports them
+    to users reads what was declared.
     """
-    if not _SINCE_0_5_19:
+    if not IS_NEW:
         args.override("cache rank", **fields)
         return
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     declare_resolution(args, "cache rank", **fields)
     for field, value in fields.items():
-        if isinstance(args, msgspec.Struct):
-            msgspec.structs.force_setattr(args, field, value)
-        else:
-            object.__setattr__(args, field, value)
+        msgspec.structs.force_setattr(args, field, value)
 
 
 def model_config(args: Any) -> Any:
-    """Return SGLang's configuration of the model: a method up to 0.5.18."""
-    if not _SINCE_0_5_19:
+    """Return SGLang's configuration of the model: a method in the old release."""
+    if not IS_NEW:
         return args.get_model_config()
     from sglang.srt.arg_groups.overrides import model_config_of
 
@@ -107,8 +96,8 @@ def model_config(args: Any) -> Any:
 
 
 def merge_config_file(parser: Any, arguments: list[str]) -> list[str]:
-    """Return a command line with the flags of its --config file, whose reader moved in 0.5.19."""
-    if _SINCE_0_5_19:
+    """Return a command line with the flags of its --config file, whose reader has moved."""
+    if IS_NEW:
         from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
     else:
         from sglang.srt.server_args_config_parser import ConfigArgumentMerger
@@ -118,27 +107,27 @@ def merge_config_file(parser: Any, arguments: list[str]) -> list[str]:
 
 ABSENT_FLAGS = (
     frozenset()
-    if _SINCE_0_5_20
+    if IS_NEW
     else frozenset({"--startup-weight-load-mode", "--enable-unified-cache-external-linker"})
 )
-"""Flags that are refused, and that the installed release does not have: they came until 0.5.20."""
+"""Flags that are refused, and that the old release does not have."""
 
 
 def serves_without_python() -> bool:
-    """Whether SGLang's environment asks for the server in Rust, which there is from 0.5.20 on."""
+    """Whether SGLang's environment asks for the server in Rust, which the new release has."""
     from sglang.srt.environ import envs
 
-    return _SINCE_0_5_20 and bool(envs.SGLANG_RUST_SERVER.get())
+    return IS_NEW and bool(envs.SGLANG_RUST_SERVER.get())
 
 
-HAS_GRAMMARS_ON_CPUS = _SINCE_0_5_23
-"""Before, a request with a grammar ends the scheduler of a CPU engine."""
+HAS_GRAMMARS_ON_CPUS = IS_NEW
+"""In the old release a request with a grammar ends the scheduler of a CPU engine."""
 
 
 # Pools and requests.
 
-DESCRIBES_BUFFERS = _SINCE_0_5_22
-"""From 0.5.22 on the KV pool checks that its buffers have the rows that it hands out, no more."""
+DESCRIBES_BUFFERS = IS_NEW
+"""The KV pool of the new release checks that its buffers have no more rows than it hands out."""
 
 
 def _in_request(request: Any) -> Any:
@@ -149,16 +138,16 @@ def _in_record(request: Any) -> Any:
     return request.kv
 
 
-pool_state: Callable[[Any], Any] = _in_record if _SINCE_0_5_19 else _in_request
-"""Return what holds a request's `req_pool_idx` and `cache_protected_len`: from 0.5.19 on `kv`."""
+pool_state: Callable[[Any], Any] = _in_record if IS_NEW else _in_request
+"""Return what holds a request's `req_pool_idx` and `cache_protected_len`: `kv` in the new one."""
 
 
-ASKS_FOR_DRAFTS_POOL = not _SINCE_0_5_19
-"""Up to 0.5.18 a scheduler with a speculative algorithm looks for the pool of its drafts' model."""
+ASKS_FOR_DRAFTS_POOL = not IS_NEW
+"""The old scheduler looks for the pool of a drafting model if it has a speculative algorithm."""
 
 
-HAS_SALT = _SINCE_0_5_20
-"""Before, `extra_key` of a request holds its `cache_salt`."""
+HAS_SALT = IS_NEW
+"""In the old release `extra_key` of a request holds its `cache_salt`."""
 
 
 def prefix_namespace(request: Any) -> tuple[str | None, ...]:
@@ -168,8 +157,8 @@ def prefix_namespace(request: Any) -> tuple[str | None, ...]:
     return (request.extra_key,)
 
 
-SKIPS_FINISHING = _SINCE_0_5_22
-"""From 0.5.22 on requests leave the running batch while their last result is under way."""
+SKIPS_FINISHING = IS_NEW
+"""In the new release requests leave the running batch while their last result is under way."""
 
 
 def release_left(request: Any, scheduler: Any) -> None:
@@ -187,8 +176,8 @@ def release_left(request: Any, scheduler: Any) -> None:
 
 
 def release_request(batch: Any, index: int, server_args: Any) -> None:
-    """Take a request's slot and rows back, to be computed again; changed in 0.5.19."""
-    if _SINCE_0_5_19:
+    """Take a request's slot and rows back, to be computed again."""
+    if IS_NEW:
         batch.release_req(index, len(batch.reqs))
     else:
         batch.release_req(index, len(batch.reqs), server_args)
@@ -227,23 +216,20 @@ def _insert_up_to(
 
 
 _CACHE = "sglang.srt.mem_cache."
-if _SINCE_0_5_22:
-    INSERT_PREFIX = _CACHE + "unified_radix_cache.UnifiedRadixCache.checkpoint"
-elif _SINCE_0_5_21:
-    INSERT_PREFIX = _CACHE + "unified_radix_cache.UnifiedRadixCache.insert_req"
-elif _SINCE_0_5_19:
-    INSERT_PREFIX = _CACHE + "unified_radix_cache.UnifiedRadixCache.cache_finished_req"
-else:
-    INSERT_PREFIX = _CACHE + "radix_cache.RadixCache.cache_finished_req"
+INSERT_PREFIX = _CACHE + (
+    "unified_radix_cache.UnifiedRadixCache.checkpoint"
+    if IS_NEW
+    else "radix_cache.RadixCache.cache_finished_req"
+)
 """The method that puts tokens of a request into the radix cache, of the class that is the default.
 
-From 0.5.22 on it is called for requests that go on, too.
+In the new release it is called for requests that go on, too.
 """
 
-insert_tokens: Callable[..., None] = _insert_up_to if _SINCE_0_5_21 else _insert_and_free
+insert_tokens: Callable[..., None] = _insert_up_to if IS_NEW else _insert_and_free
 """Call INSERT_PREFIX with at most so many tokens of a request; the rows of all others are freed.
 
-Up to 0.5.20 INSERT_PREFIX frees what it is told of, and from 0.5.21 on its caller frees what is
+In the old release INSERT_PREFIX frees what it is told of, in the new one its caller frees what is
 not in the tree.
 
 Args:
@@ -256,7 +242,7 @@ Args:
 
 
 PREFIX_CACHE = _CACHE + (
-    "unified_radix_cache.UnifiedRadixCache" if _SINCE_0_5_22 else "chunk_cache.ChunkCache"
+    "unified_radix_cache.UnifiedRadixCache" if IS_NEW else "chunk_cache.ChunkCache"
 )
 """The class of the prefix cache of a server whose radix cache is off."""
 
@@ -264,9 +250,9 @@ PREFIX_CACHE = _CACHE + (
 def loaded_back(request: Any, rows: Tensor | None) -> tuple[Any, Any]:
     """Return what `init_load_back` does of a request's first rows, (n,) int64, if there are any.
 
-    From 0.5.22 on it returns how many, and `prefix_device_indices` which.
+    In the new release it returns how many, and `prefix_device_indices` which.
     """
-    if _SINCE_0_5_22:
+    if IS_NEW:
         return 0 if rows is None else len(rows), request.last_node
     if rows is None:
         return request.prefix_indices[:0], request.last_node
@@ -274,21 +260,21 @@ def loaded_back(request: Any, rows: Tensor | None) -> tuple[Any, Any]:
     return rows, request.last_node
 
 
-ASKS_FOR_ROWS = _SINCE_0_5_22
-"""Before, a prefix is known by its rows, and from then on by its length."""
+ASKS_FOR_ROWS = IS_NEW
+"""A prefix is known by its rows in the old release, and by its length in the new one."""
 
 
 WEIGHT_UPDATES = (
     *(f"update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc")),
-    *(("end_weight_update",) if _SINCE_0_5_21 else ()),
+    *(("end_weight_update",) if IS_NEW else ()),
 )
-"""The calls after which the model may have other weights; from 0.5.21 on a last one ends them."""
+"""The calls after which the model may have other weights; in the new release one ends them all."""
 
 
 def load_weights(engine: Any, weights: Sequence[tuple[str, Tensor]]) -> None:
     """Give the model of an engine other weights, by their names in a checkpoint.
 
-    From 0.5.21 on SGLang wants to be told before and after, and refuses them otherwise.
+    The new release wants to be told before and after, and refuses them otherwise.
 
     Raises:
         RuntimeError: SGLang did not load them; says why.
@@ -299,25 +285,25 @@ def load_weights(engine: Any, weights: Sequence[tuple[str, Tensor]]) -> None:
         if not succeeded:
             raise RuntimeError(f"SGLang did not load the weights: {why}")
 
-    if _SINCE_0_5_21:
+    if IS_NEW:
         done(engine.begin_weight_update())
     try:
         done(engine.update_weights_from_tensor(list(weights)))
     finally:
-        if _SINCE_0_5_21:
+        if IS_NEW:
             done(engine.end_weight_update())
 
 
 def tokens_read(request: Any) -> int:
-    """Return how many tokens of a request are read when this step has ended; moved in 0.5.22."""
-    return int(request.extend_end if _SINCE_0_5_22 else request.extend_range.end)
+    """Return how many tokens of a request are read when this step has ended."""
+    return int(request.extend_end if IS_NEW else request.extend_range.end)
 
 
 # The forward pass.
 
 
 def reads_until_the_stream_is_done() -> Any:
-    """Say when decode has read SGLang's table for the last time, which 0.5.18 and later ask.
+    """Say when decode has read SGLang's table for the last time, which the new release asks.
 
     Behind the graph, on the same stream, chunks of prompts are shipped. So what rewrites the table
     is to wait for the stream, not for a point in it.
@@ -328,14 +314,13 @@ def reads_until_the_stream_is_done() -> Any:
 
 
 def set_real_tokens(batch: Any, tokens: int) -> None:
-    """Say how many tokens of a forward batch are no padding; the field was renamed by 0.5.23."""
-    for name in ("num_token_non_padded_cpu", "global_num_token_non_padded_cpu"):
-        if hasattr(batch, name):
-            setattr(batch, name, tokens)
+    """Say how many tokens of a forward batch are no padding."""
+    name = "global_num_token_non_padded_cpu" if IS_NEW else "num_token_non_padded_cpu"
+    setattr(batch, name, tokens)
 
 
 def add_spec_logprobs(batch: Any, output: Any, tokens: Tensor, width: int) -> None:
-    """Add log-probabilities to a verification's output; the function was renamed by 0.5.23.
+    """Add log-probabilities to a verification's output.
 
     Args:
         output: of the logits processor, of (B * width, vocabulary) logits.
@@ -345,7 +330,7 @@ def add_spec_logprobs(batch: Any, output: Any, tokens: Tensor, width: int) -> No
     from sglang.srt.layers import logprob_processor
 
     index = torch.arange(len(tokens), device=tokens.device).view(-1, width)
-    if hasattr(logprob_processor, "compute_spec_logprobs"):
+    if IS_NEW:
         logprob_processor.compute_spec_logprobs(batch, output, tokens, accept_index=index)
     else:
         logprob_processor.compute_spec_v2_logprobs(batch, output, tokens, index, width - 1)
@@ -354,9 +339,9 @@ def add_spec_logprobs(batch: Any, output: Any, tokens: Tensor, width: int) -> No
 def translator_over(runner: Any, table: Tensor) -> Any:
     """Return what lets an attention backend read pool rows from a table in the place of SGLang's.
 
-    Up to 0.5.17 backends read the table of their runner, and there is nothing to return. In 0.5.23
-    flashinfer and triton ask the runner's translator, which has a table of its own; what it does to
-    rows depends on the pool, and is the same for another table.
+    In the old release backends read the table of their runner, and there is nothing to return. In
+    the new one flashinfer and triton ask the runner's translator, which has a table of its own;
+    what it does to rows depends on the pool, and is the same for another table.
 
     Args:
         table: (request slots, width) int32 pool rows.
@@ -370,7 +355,7 @@ def translator_over(runner: Any, table: Tensor) -> Any:
 def takes_a_residual(layer: Any) -> bool:
     """Whether a decoder layer takes a hidden state and, beside it, the residual to add to it.
 
-    The residual is a parameter up to 0.5.20, and then rides on the batch, where models have moved.
+    The residual is a parameter, or rides on the batch in models of the new release that have moved.
     """
     parameters = inspect.signature(type(layer).forward).parameters
     return "hidden_states" in parameters and (
@@ -378,14 +363,10 @@ def takes_a_residual(layer: Any) -> bool:
     )
 
 
-EXPORT = "export" if _SINCE_0_5_22 else "finish"
-"""The method of the stream, on a batch, that returns a hidden state and its residual."""
-
-
 def residual_of(arguments: Mapping[str, Any]) -> Tensor | None:
     """Return the residual that a decoder layer is given beside its hidden state, if it is."""
     if "residual" in arguments:
         return arguments["residual"]
     stream = arguments["forward_batch"].residual_stream
-    _, residual = getattr(stream, EXPORT)(arguments["hidden_states"])
+    _, residual = stream.export(arguments["hidden_states"])
     return residual

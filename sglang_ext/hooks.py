@@ -326,7 +326,7 @@ _ALL_HOOKS = (
         f"{compat.PREFIX_CACHE}.prefix_device_indices",
         HookType.AROUND,
         restored_rows,
-        "from 0.5.22 on; the rows of a prefix are read off the tree",
+        "in 0.5.23; the rows of a prefix are read off the tree",
         compat.ASKS_FOR_ROWS,
     ),
     Hook(

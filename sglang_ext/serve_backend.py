@@ -1,4 +1,4 @@
-"""`sglang serve MODEL --model-type cache-rank …`, which SGLang has from 0.5.21 on."""
+"""`sglang serve MODEL --model-type cache-rank …`, which SGLang 0.5.23 has."""
 
 from __future__ import annotations
 

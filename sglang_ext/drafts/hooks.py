@@ -105,7 +105,7 @@ DRAFT_HOOKS = (
         "sglang.srt.mem_cache.kv_cache_builder.get_draft_kv_pool",
         HookType.AROUND,
         find_drafts_pool,
-        "up to 0.5.18; it takes each speculative algorithm for one with a model",
+        "in 0.5.16; it takes each speculative algorithm for one with a model",
         compat.ASKS_FOR_DRAFTS_POOL,
     ),
     Hook(

@@ -230,7 +230,7 @@ class DraftWorker(BaseSpecWorker):
         positions = lengths.device[:, None] + torch.arange(count, device=table.device)
         return positions, table[batch.req_pool_indices[:, None], positions].long()
 
-    # SGLang loads weights into drafts' models too, up to 0.5.18; here they are the model's.
+    # SGLang loads weights into drafts' models too, in 0.5.16; here they are the model's.
 
     def update_weights_from_tensor(self, request: Any) -> Any:
         return self._target_worker.update_weights_from_tensor(request)

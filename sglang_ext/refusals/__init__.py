@@ -75,7 +75,7 @@ def refuse(args: CacheRankFlags, objections: Iterable[Objection]) -> None:
 
 
 def refuse_untested_sglang(args: CacheRankFlags) -> None:
-    """Refuse a release of SGLang that nobody has tested, and say so of one not tested on GPUs.
+    """Refuse a release of SGLang that nobody has tested.
 
     Raises:
         UnsupportedError: the installed release is not tested, and nobody asked for it all the same.
@@ -89,9 +89,6 @@ def refuse_untested_sglang(args: CacheRankFlags) -> None:
                 "the same."
             )
         logger.warning("cache rank: SGLang %s is not tested (%s)", release, key)
-    elif args.on_gpu and not compat.is_in(compat.TESTED_ON_GPUS):
-        tested = " and ".join(compat.TESTED_ON_GPUS)
-        logger.warning("cache rank: SGLang %s is not tested on GPUs: %s are", release, tested)
 
 
 def _given(args: CacheRankFlags, asked: str) -> list[str]:

@@ -124,7 +124,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _session(self) -> Iterator[None]:
-        """Weights are sent between two calls, which SGLang has from 0.5.21 on."""
+        """Weights are sent between two calls, which SGLang 0.5.23 has."""
         begun = self._server.post("/begin_weight_update")
         yield
         if begun.status_code != 404:

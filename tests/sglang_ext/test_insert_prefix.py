@@ -45,7 +45,7 @@ def test_no_more_is_offered_than_may_be(most: int | None, offered: int) -> None:
     compat._insert_and_free(Tree.finish, tree, request(), most, kv_len_to_handle=TOKENS)
     assert tree.offered == (True, offered)
     assert tree.freed == list(range(100 + offered, 100 + TOKENS))
-    # From 0.5.21 on what calls it frees the rows of the others.
+    # In the new release what calls it frees the rows of the others.
     tree = Tree()
     compat._insert_up_to(Tree.checkpoint, tree, request(), most, up_to=TOKENS)
     assert (tree.offered, tree.freed) == (offered, [])

@@ -314,7 +314,7 @@ def test_layers_that_are_forecast_have_the_parts_that_we_look_for(model: str) ->
     assert "residual" in taken or "attn_boundary" in held
     if "residual" not in taken:
         stream = found(f"{SRT}layers.layer_boundary.residual.stream.ResidualStream")
-        assert parameters(getattr(stream, compat.EXPORT))[:2] == ["self", "hidden"]
+        assert parameters(stream.export)[:2] == ["self", "hidden"]
         assert "residual_stream" in attributes(found(SRT + BATCH))
     attention = found(f"{SRT}models.{model}Attention")
     assert {"attn", "qkv_proj", "rotary_emb"} <= attributes(attention)
