@@ -307,6 +307,7 @@ class InferenceRank:
                 sequence.phase is Phase.SPARSE for sequence in self.lifecycle.live.values()
             ),
             "pool_free_tokens": self._allocator.available_size() + tree_cache.evictable_size(),
+            "sparse_budget": str(self.config.budget_curve),
             "retractions": self.cache_rank.retractions,
             "drafts": self.drafts and self.drafts.state(),
             "steps": self._planner.steps,

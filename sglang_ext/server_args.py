@@ -102,7 +102,8 @@ class CacheRankServerArgs(CacheRankFlags):
             )
         else:
             options = f" ({self.kv_residency_options})" if self.kv_residency_options else ""
-            logger.info("cache rank: --kv-residency %s%s", self.kv_residency, options)
+            said = self.budget_curve, self.kv_residency, options
+            logger.info("cache rank: --sparse-budget %s, --kv-residency %s%s", *said)
 
     def _refuse_arguments(self) -> None:
         """Refuse what the user explicitly asked for and cannot have."""

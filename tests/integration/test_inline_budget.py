@@ -46,6 +46,11 @@ def test_the_server_says_what_its_budgets_are(bundled_inline_server: Server) -> 
     assert f"--sparse-budget {DEFAULT_CURVE}" in bundled_inline_server.log.read_text()
 
 
+def test_a_server_with_a_cache_rank_does_too(bundled_server: Server) -> None:
+    assert bundled_server.cache_rank()["sparse_budget"] == "40"
+    assert "--sparse-budget 40, " in bundled_server.log.read_text()
+
+
 @pytest.mark.thorough
 def test_a_server_that_is_told_no_threshold_weighs_its_steps(cache_home: Path) -> None:
     """What is shorter on a CPU is as it may be; each step says what it was."""

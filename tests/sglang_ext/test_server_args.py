@@ -252,7 +252,7 @@ def test_what_was_chosen_is_said_at_start_up(
     parse(["--model-path", str(model)])
     parse_server_args(["--model-path", str(model)])
     logged = capsys.readouterr().err
-    assert "cache rank: --kv-residency quantspec\n" in logged
+    assert f"cache rank: --sparse-budget {DEFAULT_CURVE}, --kv-residency quantspec\n" in logged
     assert "cache rank: --query-predictor last (" in logged
     selected = r"cache rank: tokens are selected in this process \(.+\), --sparse-budget "
     assert re.search(selected + re.escape(str(DEFAULT_CURVE)), logged)
