@@ -15,6 +15,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import multiprocessing
 import os
 import sys
 import types
@@ -83,6 +84,15 @@ def install_stand_in() -> None:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     # The two ranks share the cores; threads that spin for a core the other rank has cost most.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 2)))
+
+
+def fork_processes(*_: Any) -> None:
+    """Let SGLang fork its processes, without a GPU, after it has chosen to spawn them.
+
+    Each imports SGLang otherwise, which is most of what a start takes on a CPU.
+    """
+    if not has_gpu():
+        multiprocessing.set_start_method("fork", force=True)
 
 
 def name_the_device() -> None:

@@ -31,6 +31,7 @@ REQUEST = "managers.schedule_batch.Req"
 BATCH = "model_executor.forward_batch_info.ForwardBatch"
 
 HOOKED_PARAMETERS = {
+    "fork_processes": "",
     "add_reserve_rows": "self",
     "describe_rows_of_the_allocator": "self",
     "add_dense_store": "self",
