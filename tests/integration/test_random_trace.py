@@ -160,11 +160,7 @@ def assert_all_can_be_sparse(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "inference_kv",
-    [
-        pytest.param("full", marks=pytest.mark.releases),
-        pytest.param("working-set", marks=pytest.mark.thorough),
-    ],
+    "inference_kv", [pytest.param("full", marks=pytest.mark.releases), "working-set"]
 )
 def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., Path]) -> None:
     arguments = [

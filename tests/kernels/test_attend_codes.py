@@ -15,8 +15,6 @@ from cache_rank.kernels.hack.reference import HackCodec, decode_keys, encode_que
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
 
-pytestmark = pytest.mark.thorough  # only a benchmark attends to codes
-
 RESIDENT = (300, 0, 100, 640)
 """Codes of several pages, or none, as 100 tokens have of groups of 128."""
 LAYER = 1

@@ -12,8 +12,6 @@ from torch import Tensor
 from scripts.baselines import kernels, reference
 from scripts.baselines.reference import Budget
 
-pytestmark = pytest.mark.thorough  # these are systems to compare with
-
 TOKENS = Budget(sinks=3, recent=5, selected=9, page=1)
 PAGES = Budget.of_pages(sinks=3, recent=5, selected=7, page=4)
 BUDGETS = [TOKENS, PAGES, Budget(0, 0, 1, 1), Budget.of_pages(0, 0, 1, 4)]

@@ -11,8 +11,6 @@ from torch import Tensor
 from scripts.baselines.reference import Budget
 from scripts.baselines.selection import PER_HEAD, QUEST_PAGE, Selection, Step, attend
 
-pytestmark = pytest.mark.thorough  # these are systems to compare with
-
 SINKS, RECENT, BUDGET = 3, 6, 16
 HEADS, KV_HEADS, HEAD_DIM, CONTEXT, LAYERS = 6, 2, 8, 96, 2
 SCALE = HEAD_DIM**-0.5
