@@ -15,6 +15,8 @@ def table_of(rows: Iterable[Mapping[str, str]]) -> str:
     All but the first two columns are numbers.
     """
     rows = list(rows)
+    if not rows:
+        return "Nothing so far."
     header = list(dict.fromkeys(name for row in rows for name in row))
     rule = ["---" if column < 2 else "---:" for column in range(len(header))]
     cells = [header, rule, *([row.get(name, "") for name in header] for row in rows)]
