@@ -22,6 +22,8 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
+
 
 @functools.cache
 def has_gpu() -> bool:
@@ -89,9 +91,10 @@ def install_stand_in() -> None:
 def fork_processes(*_: Any) -> None:
     """Let SGLang fork its processes, without a GPU, after it has chosen to spawn them.
 
-    Each imports SGLang otherwise, which is most of what a start takes on a CPU.
+    Each imports SGLang otherwise, which is most of what a start takes on a CPU. A process with
+    threads, as one that has computed with torch, is not forked: its child would wait for them.
     """
-    if not has_gpu():
+    if not has_gpu() and psutil.Process().num_threads() == 1:
         multiprocessing.set_start_method("fork", force=True)
 
 

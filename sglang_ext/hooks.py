@@ -266,7 +266,7 @@ _ALL_HOOKS = (
         "sglang.srt.entrypoints.engine._set_envs_and_config",
         HookType.AFTER,
         cpu.fork_processes,
-        "on a CPU nothing forbids to fork, and a server starts in half the time",
+        "it lets processes be spawned, which import SGLang again",
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.__init__",

@@ -121,3 +121,16 @@ def test_hidden_devices_count_as_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     assert cpu.has_gpu.__wrapped__()
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert cpu.has_gpu.__wrapped__()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_processes_are_forked_by_one_that_has_no_other_thread(threads: int) -> None:
+    program = (
+        "import multiprocessing, threading\n"
+        "from sglang_ext import cpu\n"
+        "multiprocessing.set_start_method('spawn')\n"
+        f"if {threads} > 1: threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+        "cpu.fork_processes()\n"
+        "print(json.dumps(multiprocessing.get_start_method()))"
+    )
+    assert run_without_gpu(program) == ("fork" if threads == 1 else "spawn")
