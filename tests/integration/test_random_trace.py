@@ -96,7 +96,8 @@ class Trace:
         which, share = place
         if begins == "shared":
             (shared,) = random_prompts([400], seed=1000 + which % SHARED_PROMPTS)
-            prompt[: round(share * prompt_tokens)] = shared[: round(share * prompt_tokens)]
+            common = min(prompt_tokens, round(2 * share * prompt_tokens))
+            prompt[:common] = shared[:common]
         elif begins == "conversation" and self.said:
             earlier = self.said[which % len(self.said)]
             prompt = earlier[: round(2 * share * len(earlier))] + prompt[:40]
@@ -175,8 +176,10 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
     with serve(arguments, environment) as server:
         free = server.cache_rank()["pool_free_tokens"]
         trace = run_trace(server, OPERATIONS_A_LOSS)
-        cached = cached_tokens(trace)
-        assert cached > 2000 if inference_kv == "full" else cached > 0, cached
+        if inference_kv == "working-set":  # SGLang counts nothing of it for retracted requests
+            assert server.cache_rank()["tokens_restored"] > 0
+        else:
+            assert cached_tokens(trace) > 2000
         assert_nothing_is_left_on_both_ranks(server, free, trace.losses)
         if inference_kv == "working-set":
             assert_its_processes_follow_a_dead_scheduler(server)
