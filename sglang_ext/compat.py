@@ -241,14 +241,29 @@ Args:
 """
 
 
-PREFIX_CACHE = _CACHE + (
-    "unified_radix_cache.UnifiedRadixCache" if IS_NEW else "chunk_cache.ChunkCache"
+PREFIX_CACHES = tuple(
+    _CACHE + name
+    for name in (
+        ("unified_radix_cache.UnifiedRadixCache",)
+        if IS_NEW
+        else ("chunk_cache.ChunkCache", "radix_cache.RadixCache")
+    )
 )
-"""The class of the prefix cache of a server whose radix cache is off."""
+"""The classes of the prefix cache, in the old release without and with a radix cache."""
+
+
+def matched_tokens(result: Any) -> int:
+    """How many tokens a match has found in the pool."""
+    return result.device_prefix_len if IS_NEW else len(result.device_indices)
+
+
+def prefix_tokens(request: Any) -> int:
+    """How many first tokens of a request need no prefill."""
+    return request.prefix_len if IS_NEW else len(request.prefix_indices)
 
 
 def loaded_back(request: Any, rows: Tensor | None) -> tuple[Any, Any]:
-    """Return what `init_load_back` does of a request's first rows, (n,) int64, if there are any.
+    """Return what `init_load_back` does of rows behind a request's prefix, (n,) int64, or none.
 
     In the new release it returns how many, and `prefix_device_indices` which.
     """
@@ -256,7 +271,8 @@ def loaded_back(request: Any, rows: Tensor | None) -> tuple[Any, Any]:
         return 0 if rows is None else len(rows), request.last_node
     if rows is None:
         return request.prefix_indices[:0], request.last_node
-    request.prefix_indices = rows[:0]  # which they are put behind, on their device
+    # They are put behind these, on their device.
+    request.prefix_indices = request.prefix_indices.to(rows.device)
     return rows, request.last_node
 
 

@@ -42,9 +42,8 @@ class FirstLayer:
         self._keys, self._values = keys, values
 
     @torch.no_grad()
-    def write(self, tokens: Sequence[int], pool_rows: Tensor) -> None:
-        """Write K and V of a prompt's first tokens into pool rows, (n,) int64."""
-        first = 0
+    def write(self, tokens: Sequence[int], pool_rows: Tensor, first: int = 0) -> None:
+        """Write K and V of a prompt's tokens, from `first` on, into pool rows, (n,) int64."""
         for rows in pool_rows.split(_TOKENS_AT_ONCE):
             stop = first + len(rows)
             ids = torch.tensor(tokens[first:stop], dtype=torch.int64, device=rows.device)

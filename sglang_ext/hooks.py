@@ -1,6 +1,7 @@
 """Every place where we touch SGLang's internals: target, kind of hook, function, and why.
 
-Those of its KV pool are in `pool_hooks.py`, those of drafts in `drafts/hooks.py`.
+Those of its KV pool are in `pool_hooks.py`, those of its prefix cache in `prefix_hooks.py`, and
+those of drafts in `drafts/hooks.py`.
 
 A target names the function of SGLang, and the reason says what that function does. Hooks change
 nothing on a server that decodes densely, but refuse `custom_params` that are not ours to read.
@@ -19,13 +20,14 @@ from sglang.srt.constants import (
 )
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_ext import compat, cpu, inference_rank, reuse
+from sglang_ext import compat, cpu, inference_rank
 from sglang_ext.calibration.serving import CALLS
 from sglang_ext.drafts import placement
 from sglang_ext.drafts.hooks import DRAFT_HOOKS
 from sglang_ext.hook import DECODE_GRAPHS, Hook, sparse_args, verifies
 from sglang_ext.inline import starting
 from sglang_ext.pool_hooks import POOL_HOOKS
+from sglang_ext.prefix_hooks import PREFIX_HOOKS
 from sglang_ext.reports import repeat, report
 from sglang_ext.requests import serving
 from sglang_ext.requests.bodies import CACHE_RANK
@@ -91,62 +93,6 @@ def before_match(request: Any, *_: Any, **__: Any) -> None:
     rank = placement.current()
     if rank is not None:
         rank.before_match(request)
-
-
-def find_prefix(result: Any, tree: Any, params: Any, *_: Any, **__: Any) -> Any:
-    """Tell SGLang of the pages of a prompt that the cache rank has."""
-    rank = inference_rank.current()
-    if rank is None or rank.restoring is None or params.req is None:
-        return result
-    tokens = rank.restoring.match(params.req, len(params.key))
-    return result._replace(host_hit_length=tokens) if tokens else result
-
-
-def admit_request(
-    original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Begin a request with what is restored of it, which then is its own."""
-    rank = inference_rank.current()
-    if rank is None or rank.restoring is None or not request.host_hit_length:
-        return original(adder, request, *args, **kwargs)
-    if adder.rem_chunk_tokens is not None and adder.rem_chunk_tokens <= 0:
-        request.host_hit_length = 0  # it will not begin, which is found out late
-    params = request.sampling_params
-    ignores_eos, params.ignore_eos = params.ignore_eos, False  # else nothing is loaded back
-    try:
-        result = original(adder, request, *args, **kwargs)
-    finally:
-        params.ignore_eos = ignores_eos
-    rank.restoring.settle(request, request in adder.can_run_list)
-    return result
-
-
-def load_back(
-    original: Callable[..., Any], tree: Any, params: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Restore what the cache rank has of a prompt."""
-    rank = inference_rank.current()
-    if rank is None or rank.restoring is None:
-        return original(tree, params, *args, **kwargs)
-    rows = rank.restoring.restore(params.req, params.host_hit_length)
-    return compat.loaded_back(params.req, rows)
-
-
-def restored_rows(original: Callable[..., Any], tree: Any, request: Any) -> Any:
-    """Return the rows of what was restored, which is in no tree."""
-    rows = getattr(request, "cache_rank_restored", None)
-    return original(tree, request) if rows is None else rows
-
-
-def insert_prefix(
-    original: Callable[..., None], tree: Any, request: Any, *args: Any, **kwargs: Any
-) -> None:
-    """Insert what may be reused of a request into the radix cache, and have the rest freed."""
-    ours = sparse_args()
-    if ours is None or tree.disable:
-        return original(tree, request, *args, **kwargs)
-    most = None if ours.reuse_sparse_tokens == "on" else reuse.dense_tokens(request)
-    return compat.insert_tokens(original, tree, request, most, *args, **kwargs)
 
 
 def end_sequence(pool: Any, request: Any) -> None:
@@ -311,37 +257,6 @@ _ALL_HOOKS = (
         "the prefix is matched by extra_key, right before the prefill",
     ),
     Hook(
-        f"{compat.PREFIX_CACHE}.match_prefix",
-        HookType.AFTER,
-        find_prefix,
-        "the scheduler counts on what it finds, in the pool or on the host",
-    ),
-    Hook(
-        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
-        HookType.AROUND,
-        admit_request,
-        "decides whether a request begins, and takes what was loaded for the tree's",
-    ),
-    Hook(
-        f"{compat.PREFIX_CACHE}.init_load_back",
-        HookType.AROUND,
-        load_back,
-        "what a request has on the host is loaded when it begins",
-    ),
-    Hook(
-        f"{compat.PREFIX_CACHE}.prefix_device_indices",
-        HookType.AROUND,
-        restored_rows,
-        "in 0.5.23; the rows of a prefix are read off the tree",
-        compat.ASKS_FOR_ROWS,
-    ),
-    Hook(
-        compat.INSERT_PREFIX,
-        HookType.AROUND,
-        insert_prefix,
-        "what sparse steps wrote must not be reused as if it were dense",
-    ),
-    Hook(
         "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
         HookType.BEFORE,
         end_sequence,
@@ -437,6 +352,7 @@ _ALL_HOOKS = (
         serving.abort_samples,
         "it looks for a request by its name only",
     ),
+    *PREFIX_HOOKS,
     *DRAFT_HOOKS,
 )
 

@@ -47,8 +47,8 @@ class InferenceRank:
     Attributes:
         eviction: of tokens from the pool; None when every token stays there.
         drafts: how many a round has; None where sparse steps answer.
-        restoring: of prompts into the pool; None where the radix cache has them, or where they
-            cannot be.
+        restoring: of prompts into the pool; None where they cannot be, or would not be exact and
+            the radix cache takes only what is.
     """
 
     def __init__(
@@ -126,8 +126,17 @@ class InferenceRank:
         )
 
     def restore_prompts(self, model: torch.nn.Module, pools: Pools) -> None:
-        """Restore prompts from now on, where the pool does not keep them and they can be."""
-        if self.eviction is None or self.lifecycle.prompts is None:
+        """Restore prompts from now on, where they can be.
+
+        SGLang's radix cache takes what was computed densely, which inexact tokens were not.
+        """
+        if self.lifecycle.prompts is None:
+            return
+        is_exact = FORMATS[self.config.kv_residency].lossless
+        may_be_inexact = self.eviction is not None or (
+            self.args.reuse_sparse_tokens == "on" and self.drafts is None
+        )
+        if not (is_exact or may_be_inexact):
             return
         if self.args.dense_layers > 1:
             logger.info("cache rank: prompts are not restored: --dense-layers is more than 1")
@@ -139,7 +148,6 @@ class InferenceRank:
             except ValueError as error:
                 logger.info("cache rank: prompts are not restored: %s", error)
                 return
-        is_exact = FORMATS[self.config.kv_residency].lossless
         self.restoring = Restoring(
             self.cache_rank, self.lifecycle, self._allocator, first_layer, is_exact
         )

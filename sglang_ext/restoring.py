@@ -1,9 +1,10 @@
-"""Pages of prompts come back from the cache rank into SGLang's pool, with `working-set`.
+"""Pages of prompts come back from the cache rank into SGLang's pool.
 
-SGLang's radix cache is off there, since rows of sparse requests leave the pool. But the cache rank
-keeps complete pages of prompts by name. To SGLang's scheduler these are a prefix that lies on the
-host, as those of its own hierarchical cache: it takes what comes back as the request's prefix, and
-prefills the rest. The rows are the request's alone, and are freed with its others.
+The cache rank keeps complete pages of prompts by name. SGLang's pool may not have them any more:
+with `working-set` rows of sparse requests leave it, and the radix cache is off; with `full` the
+radix cache evicts. To SGLang's scheduler these pages are a part of the prefix that lies on the
+host, as those of its own hierarchical cache: it puts what comes back behind what the radix cache
+has, and prefills the rest. The rows are the request's own, as those that it computes.
 
 The scheduler waits until all pages are there, which takes a small part of the prefill that they
 replace. A cache rank that is lost meanwhile costs the prefill: nothing is written into rows that
@@ -15,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from sglang.srt.mem_cache.common import evict_from_tree_cache
 from torch import Tensor
 
 from cache_rank.pages import PAGE_TOKENS
@@ -22,6 +24,9 @@ from sglang_ext import compat
 from sglang_ext.first_layer import FirstLayer
 from sglang_ext.lifecycle import Lifecycle, asks_to_stay_dense
 from sglang_ext.recovery import CacheRankClient
+
+_PADDING_ROW = 0
+"""SGLang writes what nobody reads there."""
 
 
 class Restoring:
@@ -52,42 +57,56 @@ class Restoring:
         self._first_layer = first_layer
         self._is_exact = is_exact
 
-    def match(self, request: Any, most: int) -> int:
-        """Say how many first tokens of a request, `most` at most, can be restored."""
-        request.cache_rank_restored = None
-        return PAGE_TOKENS * len(self._names(request, most))
+    def match(self, request: Any, cached: int, most: int) -> int:
+        """Say how many tokens of a request can be restored.
 
-    def restore(self, request: Any, tokens: int) -> Tensor | None:
-        """Restore the first tokens of a request, as many as were matched.
+        Args:
+            cached: its first tokens that the radix cache has.
+            most: how many of its first tokens may be had.
+        """
+        request.cache_rank_restored = None
+        gained = PAGE_TOKENS * len(self._names(request, most)) - cached
+        return gained if gained >= PAGE_TOKENS else 0  # less is computed sooner
+
+    def restore(self, tree: Any, request: Any, tokens: int) -> Tensor | None:
+        """Restore as many tokens as were matched, behind those that the radix cache has.
 
         Returns:
             Their pool rows, (tokens,) int64; None if there is no room, or no cache rank any more.
         """
-        names = self._names(request, tokens)
+        cached = compat.prefix_tokens(request)
+        names = self._names(request, cached + tokens)
         rows: Tensor | None = None
-        if PAGE_TOKENS * len(names) == tokens:
+        if PAGE_TOKENS * len(names) == cached + tokens:
+            evict_from_tree_cache(tree, tokens)
             rows = self._allocator.alloc(tokens)
-        if rows is not None and not self._take_back(names, rows):
+        if rows is not None and not self._take_back(names[cached // PAGE_TOKENS :], rows):
             self._allocator.free(rows)
             rows = None
         if rows is None:
             request.host_hit_length = 0
         elif self._first_layer is not None:
-            self._first_layer.write([*request.origin_input_ids, *request.output_ids], rows)
+            prompt = [*request.origin_input_ids, *request.output_ids]
+            self._first_layer.write(prompt, rows, cached)
         request.cache_rank_restored = rows
         return rows
 
     def _take_back(self, names: list[int], rows: Tensor) -> bool:
-        """Wait for pages of these names; whether they came."""
-        self._cache_rank.call(lambda exchange: exchange.restore(names, rows, self.forward_stream))
+        """Wait for pages of these names, which end with these rows; whether they came."""
+        unwanted = PAGE_TOKENS * len(names) - len(rows)
+        of_pages = torch.cat((rows.new_full((unwanted,), _PADDING_ROW), rows))
+        self._cache_rank.call(
+            lambda exchange: exchange.restore(names, of_pages, self.forward_stream)
+        )
         return self._cache_rank.exchange is not None
 
     def settle(self, request: Any, is_admitted: bool) -> None:
         """Let a request own what was restored for it, or give it back if SGLang does not begin."""
         if request.cache_rank_restored is None:
             return
-        # Rows from here on are the request's own; SGLang takes those before for the radix cache's.
-        compat.pool_state(request).cache_protected_len = 0
+        # Rows from here on are the request's own; SGLang takes all for the radix cache's.
+        cached = compat.prefix_tokens(request) - len(request.cache_rank_restored)
+        compat.pool_state(request).cache_protected_len = cached
         if not is_admitted:
             self._allocator.free(request.cache_rank_restored)
             request.cache_rank_restored = None

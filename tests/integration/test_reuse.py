@@ -107,6 +107,29 @@ def test_a_row_that_the_tree_has_twice_is_not_read_when_it_is_freed(
     assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-4  # of 400 steps
 
 
+def test_what_the_radix_cache_has_evicted_comes_back(
+    reusing_server: Server, plain_server: Server
+) -> None:
+    """Of a known prompt the tree has only what a later one begins with, too."""
+    server, free = reusing_server, reusing_server.cache_rank()["pool_free_tokens"]
+    prompt, end, *others = random_prompts([900, 30, 1100, 1100], seed=14)
+    dense = plain_server.generate(prompt, NEW_TOKENS, return_logprob=True)
+    server.generate(prompt, NEW_TOKENS)
+    assert cached(server.generate(prompt[:300] + end, 1)) == 300
+    for other in others:
+        server.generate(other, 1)
+    response = server.generate(prompt, NEW_TOKENS, return_logprob=True)
+    details = response["meta_info"]["cached_tokens_details"]
+    assert cached(response) == details["device"] + details["host"] == 3 * 256
+    assert 300 <= details["device"] < 500
+    assert response["output_ids"] == dense["output_ids"]
+    assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
+    again = server.generate(prompt, 1)
+    assert cached(again) == 899  # what came back is in the tree
+    server.flush_cache()
+    assert server.cache_rank()["pool_free_tokens"] == free
+
+
 @contextlib.contextmanager
 def streamed(server: Server, prompt: list[int], new_tokens: int) -> Iterator[Iterator[Any]]:
     """What is known of the answer of a dense request, after each step."""

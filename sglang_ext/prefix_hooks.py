@@ -1,0 +1,117 @@
+"""The hooks of SGLang's prefix cache: what it finds of a prompt, and what is put into it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from sglang.srt.plugins.hook_registry import HookType
+
+from sglang_ext import compat, inference_rank, reuse
+from sglang_ext.hook import Hook, sparse_args
+
+
+def find_prefix(result: Any, tree: Any, params: Any, *_: Any, **__: Any) -> Any:
+    """Tell SGLang of the pages of a prompt that the cache rank has."""
+    rank = inference_rank.current()
+    if rank is None or rank.restoring is None or params.req is None:
+        return result
+    cached = compat.matched_tokens(result)
+    tokens = rank.restoring.match(params.req, cached, len(params.key))
+    return result._replace(host_hit_length=tokens) if tokens else result
+
+
+def admit_request(
+    original: Callable[..., Any], adder: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Begin a request with what is restored of it, which then is its own."""
+    rank = inference_rank.current()
+    if rank is None or rank.restoring is None or not request.host_hit_length:
+        return original(adder, request, *args, **kwargs)
+    if adder.rem_chunk_tokens is not None and adder.rem_chunk_tokens <= 0:
+        request.host_hit_length = 0  # it will not begin, which is found out late
+    params = request.sampling_params
+    ignores_eos, params.ignore_eos = params.ignore_eos, False  # else nothing is loaded back
+    try:
+        result = original(adder, request, *args, **kwargs)
+    finally:
+        params.ignore_eos = ignores_eos
+    rank.restoring.settle(request, request in adder.can_run_list)
+    return result
+
+
+def load_back(
+    original: Callable[..., Any], tree: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Restore what the cache rank has of a prompt."""
+    rank = inference_rank.current()
+    if rank is None or rank.restoring is None:
+        return original(tree, params, *args, **kwargs)
+    rows = rank.restoring.restore(tree, params.req, params.host_hit_length)
+    return compat.loaded_back(params.req, rows)
+
+
+def restored_rows(original: Callable[..., Any], tree: Any, request: Any) -> Any:
+    """Return the rows of a prefix, with those of what was restored, which are in no tree."""
+    rows = getattr(request, "cache_rank_restored", None)
+    if rows is None:
+        return original(tree, request)
+    tokens = request.prefix_len
+    request.prefix_len -= len(rows)
+    try:
+        return torch.cat((original(tree, request).to(rows.device), rows))
+    finally:
+        request.prefix_len = tokens
+
+
+def insert_prefix(
+    original: Callable[..., None], tree: Any, request: Any, *args: Any, **kwargs: Any
+) -> None:
+    """Insert what may be reused of a request into the radix cache, and have the rest freed."""
+    ours = sparse_args()
+    if ours is None or tree.disable:
+        return original(tree, request, *args, **kwargs)
+    most = None if ours.reuse_sparse_tokens == "on" else reuse.dense_tokens(request)
+    return compat.insert_tokens(original, tree, request, most, *args, **kwargs)
+
+
+def _hooks_of(prefix_cache: str) -> tuple[Hook, ...]:
+    return (
+        Hook(
+            f"{prefix_cache}.match_prefix",
+            HookType.AFTER,
+            find_prefix,
+            "the scheduler counts on what it finds, in the pool or on the host",
+        ),
+        Hook(
+            f"{prefix_cache}.init_load_back",
+            HookType.AROUND,
+            load_back,
+            "what a request has on the host is loaded when it begins",
+        ),
+        Hook(
+            f"{prefix_cache}.prefix_device_indices",
+            HookType.AROUND,
+            restored_rows,
+            "in 0.5.23; the rows of a prefix are read off the tree",
+            compat.ASKS_FOR_ROWS,
+        ),
+    )
+
+
+PREFIX_HOOKS = (
+    *(hook for prefix_cache in compat.PREFIX_CACHES for hook in _hooks_of(prefix_cache)),
+    Hook(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        HookType.AROUND,
+        admit_request,
+        "decides whether a request begins, and takes what was loaded for the tree's",
+    ),
+    Hook(
+        compat.INSERT_PREFIX,
+        HookType.AROUND,
+        insert_prefix,
+        "what sparse steps wrote must not be reused as if it were dense",
+    ),
+)
