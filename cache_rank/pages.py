@@ -25,6 +25,10 @@ class PageAllocator:
         """How many pages nobody has."""
         return len(self._free)
 
+    def holders(self, page: int) -> int:
+        """How many hold a page."""
+        return self._holders[page]
+
     def take(self, count: int) -> list[int]:
         """Hand out so many pages.
 

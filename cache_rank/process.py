@@ -96,7 +96,7 @@ def serve(launch: Launch) -> None:
             ends = (message.rendezvous, CACHE, device, launch.address, secret)
             link = Link(message.config, *ends, LINK_SECONDS)
             rank = CacheRank(message, link, device)
-            reports.send(Opened(capacity_tokens=rank.selector.capacity_tokens))
+            reports.send(Opened(rank.selector.capacity_tokens, rank.selector.host_tokens))
             shape = msgspec.structs.replace(message.config.model, rotary_frequency=())
             logger.info("open: %s of %s", message.config.kv_residency, shape)
         elif message is None or rank is None:

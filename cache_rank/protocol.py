@@ -50,12 +50,14 @@ class Open(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         trace: the file that the timeline of traced steps is appended to; empty for none.
         memory_fraction: share of the free memory that tokens take; None leaves it to the cache
             rank.
+        host_bytes: memory of the host for pages that no sequence has.
     """
 
     config: CacheRankConfig
     rendezvous: dict[str, bytes]
     trace: str = ""
     memory_fraction: float | None = None
+    host_bytes: int = 0
 
 
 class Step(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -164,9 +166,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The data channels are connected; at most `capacity_tokens` tokens fit in memory."""
+    """The data channels are connected.
+
+    At most `capacity_tokens` tokens fit in memory, and `host_tokens` more that no sequence has.
+    """
 
     capacity_tokens: int
+    host_tokens: int
 
 
 class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -176,6 +182,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
         tokens_held, bytes_held: resident now, those of shared pages once; bytes include growth
             space.
         tokens_kept: those among them that no sequence has.
+        tokens_on_host: those among these that lie on the host.
         sequences: live now.
         overflow_tokens: tokens per (layer, kv head) that waited for a later step, summed.
         refused_messages: control messages that were malformed, oversized, replayed or out of place.
@@ -184,6 +191,7 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     tokens_held: int = 0
     bytes_held: int = 0
     tokens_kept: int = 0
+    tokens_on_host: int = 0
     sequences: int = 0
     overflow_tokens: int = 0
     refused_messages: int = 0

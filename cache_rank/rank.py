@@ -61,7 +61,7 @@ class CacheRank:
         self.config = config
         free, on_gpu = _free_memory(device), device.type == "cuda"
         memory = memory_for_tokens(free, message.memory_fraction, on_gpu)
-        self.selector = Selector(config, device, memory, message.trace)
+        self.selector = Selector(config, device, memory, message.host_bytes, message.trace)
         if self.selector.pages.pages == 0:
             raise ValueError(
                 f"{memory / 1e9:.3f} GB hold no page of tokens beside what {config.max_rows} "
@@ -182,7 +182,7 @@ class CacheRank:
             return f"Share of sequence {sequence_id}, which is not live"
         if residency.shared_tail(self.config) is None:
             return f"Share of pages, which {self.config.kv_residency} does not"
-        if len({*names} - selector.named.keys()) < len(names):
+        if len({name for name in names if name not in selector.named}) < len(names):
             return f"Share of sequence {sequence_id} by names {names}, some of which there are"
         if not selector.may_share(sequence, names):
             return f"Share of {len(names)} pages of sequence {sequence_id}, which are not complete"
@@ -192,7 +192,7 @@ class CacheRank:
     def drop(self, names: Collection[int]) -> str | None:
         """Forget names of pages; return the reason when some of them were not known."""
         known = {name for name in names if name in self.selector.named}
-        self.selector.drop(known)
+        self.selector.named.drop(known)
         unknown = sorted({*names} - known)
         return f"Drop of pages {unknown}, which there are not" if unknown else None
 
@@ -201,13 +201,12 @@ class CacheRank:
 
         A page is read when the one before it is gone, or on a GPU on its way.
         """
-        named = self.selector.named
-        pages = [named[name] for name in names if name in named]
-        tokens = PAGE_TOKENS * len(pages) if len(pages) == len(names) else 0
+        are_there = all(name in self.selector.named for name in names)
+        tokens = PAGE_TOKENS * len(names) if are_there else 0
         with self._link.in_background():  # behind the shipments that the pages came with
             sent = self._link.bulk.send(torch.tensor([tokens], device=self._device))
-            for page in pages if tokens else ():
-                decoded = self.selector.read_page(page)
+            for name in names if are_there else ():
+                decoded = self.selector.read_named(name)
                 sent.wait(PEER_SECONDS)
                 sent = self._link.bulk.send(decoded)
             sent.wait(PEER_SECONDS)
@@ -349,6 +348,7 @@ class CacheRank:
             tokens_held=self.selector.tokens_held,
             bytes_held=self.selector.bytes_held,
             tokens_kept=self.selector.tokens_kept,
+            tokens_on_host=self.selector.tokens_on_host,
             sequences=len(self.selector.sequences),
             overflow_tokens=self._overflow_tokens,
             refused_messages=refused_messages,

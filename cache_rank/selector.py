@@ -30,6 +30,7 @@ from cache_rank.kernels.checksum.reference import slots_checksum
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.select.reference import EMPTY
 from cache_rank.measure.timeline import Timeline
+from cache_rank.named_pages import HostTier, NamedPages
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
 from cache_rank.protocol import NO_SEQUENCE, AnswerHeader, DownMessage, Row, UpMessage
 from cache_rank.query_ring import QueryRing
@@ -81,30 +82,45 @@ class Selector:
     Attributes:
         sequences: the live sequences, by id.
         pages: the pages of the resident memory.
-        named: pages that have a name, by it: their tokens are complete; sequences may share them.
+        named: pages that have a name: their tokens are complete; sequences may share them.
         overflow: () int64, tokens that had to wait for a later step, summed over layers and heads.
-        capacity_tokens: how many tokens fit.
+        capacity_tokens, host_tokens: how many tokens fit, and how many more that no sequence has.
         timeline: marked after each part of what a message asks for.
     """
 
     def __init__(
-        self, config: CacheRankConfig, device: torch.device, memory_bytes: int, trace: str = ""
+        self,
+        config: CacheRankConfig,
+        device: torch.device,
+        memory_bytes: int,
+        host_bytes: int = 0,
+        trace: str = "",
     ) -> None:
         """Take about `memory_bytes` for resident tokens, and some for working memory beside.
 
-        The timeline is appended to the file `trace`, if any.
+        Args:
+            host_bytes: memory of the host for pages that no sequence has.
+            trace: the file that the timeline is appended to, if any.
+
+        Raises:
+            ValueError: the host's memory cannot be had.
         """
         slots = config.max_rows
         self.config = config
         self.sequences: dict[int, ResidentSequence] = {}
-        self.named: dict[int, int] = {}
         self.pages = PageAllocator(residency.pages_in(config, memory_bytes))
         self.capacity_tokens = residency.capacity_tokens(config, memory_bytes)
         self.overflow = torch.zeros((), dtype=torch.int64, device=device)
         self.timeline = Timeline(trace, device, config.layer_messages)
         self._device = device
         self._page_bytes = PAGE_TOKENS * residency.bytes_per_token(config)
-        self._residency = residency.create(config, self.pages.pages, device)
+        shares = residency.shared_tail(config) is not None
+        host_pages = host_bytes // self._page_bytes if shares else 0
+        self.host_tokens = PAGE_TOKENS * host_pages
+        self._spare_page = self.pages.pages  # pages of the host are read there
+        self._residency = residency.create(config, self.pages.pages + bool(host_pages), device)
+        host = HostTier(self._residency.page_memory() if host_pages else (), host_pages)
+        self.named = NamedPages(self.pages, host)
         self._tail_tokens = residency.shared_tail(config) or 0
         self._free_slots = list(range(slots))[::-1]
         # Pages of the sequence in each slot, so that no step builds its page table from lists.
@@ -130,8 +146,12 @@ class Selector:
     @property
     def tokens_kept(self) -> int:
         """Tokens of pages that no sequence has."""
-        used = {page for sequence in self.sequences.values() for page in sequence.pages}
-        return PAGE_TOKENS * sum(page not in used for page in self.named.values())
+        return PAGE_TOKENS * self.named.unused
+
+    @property
+    def tokens_on_host(self) -> int:
+        """Tokens of pages that lie on the host."""
+        return PAGE_TOKENS * self.named.on_host
 
     @property
     def bytes_held(self) -> int:
@@ -174,17 +194,17 @@ class Selector:
 
     def adopt(self, sequence: ResidentSequence, names: Sequence[int]) -> None:
         """Let a sequence that holds nothing begin with pages of these names."""
-        pages = [self.named[name] for name in names]
+        pages = self.named.use(names)
         sequence.adopted = PAGE_TOKENS * len(pages)
         sequence.shared = len(pages)
         tail = self._tail_tokens if pages else 0
         sequence.tokens = sequence.adopted - tail
         if tail:  # the last page is written again, from tokens that are newest until then
             sequence.shared -= 1
-            (own,) = self.pages.take(1)
+            (own,) = self.named.take(1)
             self._residency.copy_page(pages[-1], own)
-            pages[-1] = own
-        self.pages.share(pages[: sequence.shared])
+            self.pages.give_back([pages.pop()])
+            pages.append(own)
         self._add_pages(sequence, pages)
 
     def may_share(self, sequence: ResidentSequence, names: Sequence[int]) -> bool:
@@ -195,9 +215,7 @@ class Selector:
     def share(self, sequence: ResidentSequence, names: Sequence[int]) -> None:
         """Name the next pages of a sequence, which are complete, and hold them."""
         first = self._first_to_share(sequence)
-        pages = sequence.pages[first : first + len(names)]
-        self.pages.share(pages)
-        self.named.update(zip(names, pages, strict=True))
+        self.named.name(names, sequence.pages[first : first + len(names)])
         sequence.shared += len(names)
 
     def _first_to_share(self, sequence: ResidentSequence) -> int:
@@ -205,12 +223,12 @@ class Selector:
         copied = bool(self._tail_tokens and sequence.adopted)
         return sequence.shared + copied
 
-    def drop(self, names: Collection[int]) -> None:
-        """Let pages of these names go, but for those that sequences have."""
-        self.pages.give_back([self.named.pop(name) for name in names])
+    def read_named(self, name: int) -> Tensor:
+        """Decode the page of a name, (2, layers, Hkv, PAGE_TOKENS, D) in the pool's dtype."""
+        return self.read_page(self.named.read(name, self._spare_page))
 
     def read_page(self, page: int) -> Tensor:
-        """Decode a page that has a name, (2, layers, Hkv, PAGE_TOKENS, D) in the pool's dtype."""
+        """Decode a page whose tokens are complete, as `read_named`."""
         model = self.config.model
         # Of a sequence with so many tokens more, no token of the page is in a ring.
         last = PAGE_TOKENS + self._tail_tokens - 1
@@ -371,7 +389,7 @@ class Selector:
     def _extend(self, sequence: ResidentSequence, tokens: int) -> None:
         missing = -(-tokens // PAGE_TOKENS) - len(sequence.pages)
         if missing > 0:
-            self._add_pages(sequence, self.pages.take(missing))
+            self._add_pages(sequence, self.named.take(missing))
 
     def _add_pages(self, sequence: ResidentSequence, new: list[int]) -> None:
         held = len(sequence.pages)

@@ -176,6 +176,9 @@ class CacheRankFlags(ServerArgs):
         float | None,
         Arg(help="Share of free memory that holds tokens; default: 0.9 on GPUs, 8 GiB on CPUs."),
     ] = None
+    cache_rank_host_gb: A[
+        float, Arg(help="GB of host memory that keep prompts for which its GPU has no room.")
+    ] = 0.0
     cache_rank_address: A[
         str, Arg(help="Address that channels between the ranks bind to; they are not encrypted.")
     ] = "127.0.0.1"

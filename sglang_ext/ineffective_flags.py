@@ -47,6 +47,9 @@ def _ineffective_with_a_cache_rank(args: CacheRankFlags) -> Iterator[Objection]:
     if args.cache_rank_transfer_backend != "auto" and not args.on_gpu:
         why = "this has no effect, because the ranks run on CPUs"
         yield Objection("--cache-rank-transfer-backend", why)
+    without_reuse = args.disable_radix_cache and args.inference_kv == "full"
+    if args.cache_rank_host_gb and (without_reuse or args.kv_residency == "mosaickv"):
+        yield Objection("--cache-rank-host-gb", "no prompt is kept that no request has")
     forecasts, sketches = args.query_predictor == "forecast", args.score_keys == "sketch"
     if args.calibration is not None and not forecasts and not sketches:
         why = f"it is of forecasts and sketches, and --query-predictor is {args.query_predictor}"

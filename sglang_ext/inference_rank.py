@@ -354,6 +354,7 @@ def spawn(args: CacheRankServerArgs, tp_rank: int, gpu_id: int) -> None:
         args.cache_rank_address,
         trace=args.trace or "",
         memory_fraction=args.cache_rank_mem_fraction,
+        host_bytes=int(args.cache_rank_host_gb * 1e9),
     )
     if args.device == "cuda":
         from cache_rank.channels.nccl import prepare_environment

@@ -117,6 +117,8 @@ class Lifecycle:
     Attributes:
         live: the sequences by request slot.
         prompts: what prompts have in common; None where nothing is shared.
+        capacity_tokens, host_tokens: how many tokens fit on the cache rank, and how many more that
+            no sequence has.
         weight_updates: how often SGLang has loaded other weights.
     """
 
@@ -128,7 +130,7 @@ class Lifecycle:
         context_length: int,
         prompts: SharedPrompts | None = None,
     ) -> None:
-        self.capacity_tokens = 0
+        self.capacity_tokens = self.host_tokens = 0
         self.weight_updates = 0
         self.prompts = prompts
         self.live: dict[int, SparseSequence] = {}
@@ -254,8 +256,9 @@ class Lifecycle:
         self._reserved_tokens += tokens - sequence.reserved_tokens
         sequence.reserved_tokens = tokens
         if self.prompts is not None:
-            over = self._reserved_tokens + self.prompts.tokens - self.capacity_tokens
-            self.prompts.drop(over, sequence.prefix.keys)
+            held = self._reserved_tokens + self.prompts.tokens
+            room = self.capacity_tokens + self.host_tokens
+            self.prompts.drop(held - room, sequence.prefix.keys)
 
     def _final_length(self, request: Any) -> int:
         wanted = len(request.origin_input_ids) + (request.sampling_params.max_new_tokens or 0)

@@ -144,6 +144,7 @@ class CacheRankMetrics:
             "tokens_held": report.tokens_held,
             "bytes_held": report.bytes_held,
             "tokens_kept": report.tokens_kept,
+            "tokens_on_host": report.tokens_on_host,
             "sequences": report.sequences,
             "overflow_tokens": report.overflow_tokens,
             "refused_messages": report.refused_messages,

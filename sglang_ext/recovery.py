@@ -117,6 +117,7 @@ class CacheRankClient:
             return
         self.exchange = self._begin_exchange(connection)
         self._lifecycle.capacity_tokens = connection.capacity_tokens
+        self._lifecycle.host_tokens = connection.host_tokens
         self._metrics.on_connect(self.exchange.counters, connection.capacity_tokens)
 
     def _lose(self, reason: str) -> None:

@@ -163,10 +163,17 @@ class Residency(ABC):
         """
         return
 
+    def page_memory(self) -> tuple[Tensor, ...]:
+        """What a page consists of, by page, (pages, ...) each.
+
+        A format whose pages cannot be shared need not say.
+        """
+        return () if self._sketches is None else (self._sketches.codes,)
+
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page: a format with `tail_tokens` writes the last one of another again."""
-        if self._sketches is not None:
-            self._sketches.copy_page(source, target)
+        for part in self.page_memory():
+            part[target].copy_(part[source])
 
     def end(self, slot: int) -> None:
         """Forget a sequence that has ended; its slot may begin another.

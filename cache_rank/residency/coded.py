@@ -108,11 +108,9 @@ class CodedResidency(Residency):
         (slots,) = upload((torch.tensor([slot], dtype=torch.int32),), self._device)
         load_tokens(shipment, *self._tokens.rings, slots, start)
 
-    def copy_page(self, source: int, target: int) -> None:
-        super().copy_page(source, target)
-        for planes in self._tokens.planes:
-            for plane in planes:
-                plane[target].copy_(plane[source])
+    def page_memory(self) -> tuple[Tensor, ...]:
+        keys, values = self._tokens.planes
+        return *super().page_memory(), *keys, *values
 
     def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         append_step(

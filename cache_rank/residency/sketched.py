@@ -33,7 +33,11 @@ def shape_of(config: CacheRankConfig) -> SketchShape:
 
 
 class KeySketches:
-    """Sketches of the keys of all sequences, in as many pages as their tokens."""
+    """Sketches of the keys of all sequences, in as many pages as their tokens.
+
+    Attributes:
+        codes: (pages, layers, Hkv, PAGE_TOKENS, bytes of a sketch) uint8.
+    """
 
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
@@ -53,7 +57,7 @@ class KeySketches:
         model = config.model
         self._shape, self._config = shape_of(config), config
         pool = (pages, model.layers, model.kv_heads, PAGE_TOKENS, self._shape.bytes)
-        self._codes = torch.empty(pool, dtype=torch.uint8, device=device)
+        self.codes = torch.empty(pool, dtype=torch.uint8, device=device)
         zeros = functools.partial(torch.zeros, dtype=torch.float32, device=device)
         heads = (model.layers, model.kv_heads)
         self._sketch = Sketch(
@@ -70,18 +74,14 @@ class KeySketches:
 
     def load(self, pages: Tensor, start: int, keys: Tensor) -> None:
         """Encode the keys of a shipment, (layers, n, Hkv, D)."""
-        load_codes(keys, self._codes, self._sketch, self._shape, pages, start)
-
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy a page."""
-        self._codes[target].copy_(self._codes[source])
+        load_codes(keys, self.codes, self._sketch, self._shape, pages, start)
 
     def append(self, rows: BatchMetadata, layers: range, up: Tensor) -> None:
         """Encode the keys of a message; see `Residency.append`."""
         model = self._config.model
         append_codes(
             up[:, :, model.query_heads : model.query_heads + model.kv_heads],
-            self._codes,
+            self.codes,
             self._sketch,
             self._shape,
             rows.paged,
@@ -103,7 +103,7 @@ class KeySketches:
             attended = Attended(chosen, self._config.sink_tokens, self._config.recent_tokens)
         score_sketch(
             queries,
-            self._codes,
+            self.codes,
             self._sketch,
             self._shape,
             rows.paged,
@@ -118,5 +118,5 @@ class KeySketches:
         """See `Residency.score_workspace`."""
         model = self._config.model
         sizes = (rows, layers, model.kv_heads, model.query_heads // model.kv_heads)
-        scores = score_workspace(*sizes, capacity, self._codes.device)
+        scores = score_workspace(*sizes, capacity, self.codes.device)
         return sketch_workspace(scores, *sizes, self._shape)

@@ -50,6 +50,7 @@ class Placement(NamedTuple):
         trace: file that the cache rank appends its timeline to; empty for none.
         memory_fraction: share of its free memory that the cache rank takes for tokens; None leaves
             the choice to the cache rank.
+        host_bytes: memory of the host for pages of prompts that no request has.
     """
 
     address: str
@@ -57,6 +58,7 @@ class Placement(NamedTuple):
     cache_device: str = "cpu"
     trace: str = ""
     memory_fraction: float | None = None
+    host_bytes: int = 0
     transfer_backend: Literal["auto", "peer", "nccl"] = "auto"
 
 
@@ -82,7 +84,7 @@ class Connection:
     def __init__(self, name: str, placement: Placement, timeout: float) -> None:
         """Spawn the process; it is not ready yet."""
         self.timeout = timeout
-        self.capacity_tokens = 0
+        self.capacity_tokens = self.host_tokens = 0
         self.is_dismissed = False
         self.before_abort: Callable[[], None] = lambda: None
         self.check: Callable[[], None] = lambda: None
@@ -141,11 +143,13 @@ class Connection:
             )
             rendezvous = make_rendezvous(backend, folder)
             self.transfer_backend = backend
-            self.control.send(Open(config, rendezvous, placement.trace, placement.memory_fraction))
+            memory = placement.memory_fraction, placement.host_bytes
+            self.control.send(Open(config, rendezvous, placement.trace, *memory))
             ends = (rendezvous, INFERENCE, device, placement.address, self._secret)
             self.link = Link(config, *ends, LINK_SECONDS)
             self._is_linked = True
-            self.capacity_tokens = self._expect(Opened).capacity_tokens
+            opened: Opened = self._expect(Opened)
+            self.capacity_tokens, self.host_tokens = opened.capacity_tokens, opened.host_tokens
         finally:
             shutil.rmtree(folder)
 

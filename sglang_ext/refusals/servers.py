@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import torch
 from sglang.srt.environ import envs
 
@@ -310,7 +311,8 @@ ANY_SHAPE = ModelShape(1 << 20, 1, 1, 128, "bfloat16", 1.0)
 RANGES = {
     "cache_rank_timeout": (1, 86_400),  # a cache rank says four times a second that it is alive
     "cache_rank_max_restart_delay": (1, 3600),
-    "cache_rank_mem_fraction": (0.01, 1),
+    "cache_rank_mem_fraction": (0.001, 1),
+    "cache_rank_host_gb": (0, round(psutil.virtual_memory().total / 1e9)),
     "max_sparse_requests": (1, math.inf),
     "bulk_chunk_tokens": (2, math.inf),  # every step adds one token of its own
     "dense_layers": (0, math.inf),

@@ -32,11 +32,16 @@ class Served:
     """A selector, and messages that stay where they are, as the process's do."""
 
     def __init__(
-        self, config: CacheRankConfig, pages: int = 12, device: torch.device = CPU
+        self,
+        config: CacheRankConfig,
+        pages: int = 12,
+        device: torch.device = CPU,
+        host_pages: int = 0,
     ) -> None:
         self.config = config
-        memory = pages * PAGE_TOKENS * residency.bytes_per_token(config)
-        self.selector = Selector(config, device, residency.fixed_bytes(config) + memory)
+        page = PAGE_TOKENS * residency.bytes_per_token(config)
+        memory = residency.fixed_bytes(config) + pages * page
+        self.selector = Selector(config, device, memory, host_pages * page)
         self.steps = 0
         self._device = device
         ups, answers = (

@@ -41,8 +41,8 @@ def config_with(**options: Any) -> CacheRankConfig:
     return small_config(model, **options)
 
 
-def served_with(options: dict[str, Any]) -> Served:
-    served = Served(config_with(**options), pages=40)
+def served_with(options: dict[str, Any], pages: int = 40, host_pages: int = 0) -> Served:
+    served = Served(config_with(**options), pages, host_pages=host_pages)
     if "score_keys" in options:
         load_bases(served)
     return served
@@ -70,9 +70,8 @@ def test_a_sequence_on_pages_of_another_answers_as_if_they_were_its_own(
     tail = residency.shared_tail(config)
     assert tail is not None
     assert second.tokens == WANTED * PAGE_TOKENS - tail
-    pages = [selector.named[name] for name in (7, 8)]
-    assert second.pages[0] == pages[0]
-    assert (second.pages[1] == pages[1]) == (tail == 0)
+    assert second.pages[0] == first.pages[0]
+    assert (second.pages[1] == first.pages[1]) == (tail == 0)
     for sequence in (second, alone):
         served.ship(sequence, request.prompt, chunk)
     # The first one goes another way: what it appends must not show in the pages.
@@ -109,7 +108,7 @@ def test_pages_are_counted_once_and_stay_until_they_are_dropped(options: dict[st
     assert selector.pages.free == free - WANTED
     third = selector.begin(3)
     selector.adopt(third, [1])
-    selector.drop([1, 2])
+    selector.named.drop([1, 2])
     assert selector.pages.free == free - 1
     selector.end(3)
     assert selector.pages.free == free
@@ -146,7 +145,36 @@ def test_a_page_is_read_from_its_codes_whatever_else_there_is(options: dict[str,
     served.ship(second, prompts[1], 100)
     selector.end(1)
     for index, name in enumerate((7, 8)):
-        page = selector.read_page(selector.named[name])
+        page = selector.read_named(name)
         shipped = prompts[0][:, :, index * PAGE_TOKENS : (index + 1) * PAGE_TOKENS].transpose(2, 3)
         lost = torch.linalg.vector_norm(page - shipped) / torch.linalg.vector_norm(shipped)
         assert lost < {"bf16": 1e-9, "hack": 0.2}.get(config.kv_residency, 0.03)
+
+
+@every_format
+def test_pages_come_back_from_the_host_as_they_were(options: dict[str, Any]) -> None:
+    served = served_with(options, pages=8, host_pages=6)
+    config, selector = served.config, served.selector
+    prompts = [Request(config, number, PROMPT).prompt for number in range(4)]
+    read = {}
+    for number, prompt in enumerate(prompts):
+        sequence, names = selector.begin(number), [2 * number, 2 * number + 1]
+        served.ship(sequence, prompt, 200)
+        selector.share(sequence, names)
+        read |= {name: selector.read_named(name).clone() for name in names}
+        selector.end(number)
+    assert selector.pages.free == 1
+    assert selector.tokens_on_host == PAGE_TOKENS
+    assert selector.tokens_held == selector.tokens_kept == 8 * PAGE_TOKENS
+    for name, page in read.items():
+        assert torch.equal(selector.read_named(name), page)
+    assert selector.tokens_on_host == PAGE_TOKENS  # nothing has moved
+    sequence = selector.begin(5)
+    selector.adopt(sequence, [0, 1])
+    served.ship(sequence, prompts[0], 200)
+    for name, page in read.items():
+        assert torch.equal(selector.read_named(name), page)
+    selector.end(5)
+    selector.named.drop([*read])
+    assert selector.tokens_held == selector.tokens_on_host == 0
+    assert selector.pages.free == 8

@@ -186,6 +186,29 @@ def test_a_request_is_aborted_while_its_pages_are_awaited(server: Server) -> Non
     assert_nothing_left(server, free, 2)
 
 
+def test_prompts_move_to_the_host_and_come_back(
+    random_model: Callable[..., Path], plain_server: Server
+) -> None:
+    memory = ["--cache-rank-mem-fraction", "0.001", "--cache-rank-host-gb", "1"]
+    flags = [*SMALL_CACHE_RANK, *REUSE, *WORKING_SET, *memory, "--model-path", str(random_model())]
+    dense = plain_server.generate(PROMPT, NEW_TOKENS, return_logprob=True)
+    with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1", **STRICT}) as server:
+        free = server.cache_rank()["pool_free_tokens"]
+        server.generate(PROMPT, NEW_TOKENS)
+        seeds = iter(range(100, 200))
+        while not server.cache_rank()["tokens_on_host"]:
+            server.generate_all(random_prompts([700] * 3, seed=next(seeds)), NEW_TOKENS)
+        response = server.generate(PROMPT, NEW_TOKENS, return_logprob=True)
+        assert cached(response) == 2 * PAGE
+        assert_equal(response, dense)
+        state = server.wait_for(10, sequences=0)
+        assert state["tokens_held"] == state["tokens_kept"] > state["capacity_tokens"]
+        server.flush_cache()
+        state = server.wait_for(10, tokens_held=0, bytes_held=0, tokens_on_host=0)
+        assert state["pool_free_tokens"] == free
+        assert state["refused_messages"] == 0
+
+
 @pytest.mark.parametrize(
     ("family", "kv_residency"),
     [("llama", "quantspec"), *(pytest.param(*case, marks=pytest.mark.thorough) for case in LOSSY)],
