@@ -41,6 +41,12 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CacheRankServerArgs]:
             8192,
             "cache_rank_transfer_backend peer: this has no effect",
         ),
+        ({"cache_rank_host_gb": 1.0}, 8192, None),
+        (
+            {"cache_rank_host_gb": 1.0, "kv_residency": "mosaickv"},
+            8192,
+            "--cache-rank-host-gb 1.0: no prompt is kept",
+        ),
         ({"hysteresis": 2048}, 8192, "--hysteresis 2048: tokens hardly leave"),
         ({"calibration": "folder", "query_predictor": "forecast"}, 8192, None),
         ({"calibration": "folder", "query_predictor": "last"}, 8192, "--calibration folder: "),

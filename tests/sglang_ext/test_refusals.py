@@ -232,6 +232,7 @@ def test_full_queues_are_allowed_on_cpus(make: Make) -> None:
         ("cache_rank_timeout", (0.95, float("inf"), float("nan"))),
         ("cache_rank_max_restart_delay", (0.5, 3601)),
         ("cache_rank_mem_fraction", (0, 1.1, float("nan"))),
+        ("cache_rank_host_gb", (-1, 1e6)),
         ("max_sparse_requests", (0,)),
         ("bulk_chunk_tokens", (1,)),
         ("dense_layers", (-1,)),
