@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from cache_rank.copies import upload
 from cache_rank.kernels.rows import PagedRows
 
 
@@ -28,6 +30,19 @@ class BatchMetadata(NamedTuple):
     header: Tensor
     capacity: int
     on_host: Sequence[tuple[int, int]]
+
+    @classmethod
+    def of_one(cls, pages: Tensor, slot: int, newest: int, device: torch.device) -> BatchMetadata:
+        """Make the row of a sequence that is read alone.
+
+        Args:
+            pages: (pages,) int32 on the host.
+            newest: position of its newest token.
+        """
+        numbers = torch.tensor([[slot], [newest]], dtype=torch.int32).unbind()
+        table, slots, positions = upload((pages.unsqueeze(0), *numbers), device)
+        paged = PagedRows(table, slots, positions)
+        return cls(paged, slots, slots, slots, newest + 1, [(slot, newest)])
 
     @property
     def slots(self) -> Tensor:

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.pages import PAGE_TOKENS
 from cache_rank.schedule import LayerMessage
 
 PROTOCOL_VERSION = 13
@@ -338,9 +337,3 @@ def bulk_shape(config: CacheRankConfig, count: int) -> tuple[int, int, int, int,
     """Shape of a bulk shipment of `count` tokens, in the dtype of the KV pool."""
     model = config.model
     return (2, model.layers, count, model.kv_heads, model.head_dim)
-
-
-def page_shape(config: CacheRankConfig) -> tuple[int, int, int, int, int]:
-    """Shape of a page that is restored, in the dtype of the KV pool."""
-    model = config.model
-    return (2, model.layers, model.kv_heads, PAGE_TOKENS, model.head_dim)

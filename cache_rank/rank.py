@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.channels.link import Link
+from cache_rank.channels.rate import RateLimit
 from cache_rank.channels.transport import Pending
 from cache_rank.copies import Readback
 from cache_rank.measure.recording import Recorder
@@ -69,6 +70,7 @@ class CacheRank:
                 "--max-sparse-requests"
             )
         self._link = link
+        self._rate = RateLimit.of_environment()
         self._device = device
         self._recorder = Recorder(config)
         self._timeline = self.selector.timeline
@@ -111,8 +113,6 @@ class CacheRank:
             step, messages = selector.begin_step(0, rows), self._messages.of(1)
             for layer_message, up in zip(self._layer_messages, messages.up, strict=True):
                 selector.serve(step, layer_message, up, messages.answer_of(layer_message))
-        if on_gpu and residency.shared_tail(config) is not None:
-            selector.read_page(sequence.pages[0])
         selector.end(NO_SEQUENCE)
         if on_gpu:
             torch.cuda.synchronize(self._device)
@@ -197,18 +197,19 @@ class CacheRank:
         return f"Drop of pages {unknown}, which there are not" if unknown else None
 
     def restore(self, names: Sequence[int]) -> str | None:
-        """Send pages back, decoded; return the reason when some of the names were not known.
+        """Send pages back, packed; return the reason when some of the names were not known.
 
-        A page is read when the one before it is gone, or on a GPU on its way.
+        A page is packed when the one before it is gone, or on a GPU on its way.
         """
         are_there = all(name in self.selector.named for name in names)
         tokens = PAGE_TOKENS * len(names) if are_there else 0
         with self._link.in_background():  # behind the shipments that the pages came with
             sent = self._link.bulk.send(torch.tensor([tokens], device=self._device))
             for name in names if are_there else ():
-                decoded = self.selector.read_named(name)
+                packed = self.selector.pack_named(name)
                 sent.wait(PEER_SECONDS)
-                sent = self._link.bulk.send(decoded)
+                self._rate.wait(packed.nbytes)
+                sent = self._link.bulk.send(packed)
             sent.wait(PEER_SECONDS)
         return None if tokens else f"Restore of pages {names}, some of which there are not"
 

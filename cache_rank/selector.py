@@ -223,19 +223,9 @@ class Selector:
         copied = bool(self._tail_tokens and sequence.adopted)
         return sequence.shared + copied
 
-    def read_named(self, name: int) -> Tensor:
-        """Decode the page of a name, (2, layers, Hkv, PAGE_TOKENS, D) in the pool's dtype."""
-        return self.read_page(self.named.read(name, self._spare_page))
-
-    def read_page(self, page: int) -> Tensor:
-        """Decode a page whose tokens are complete, as `read_named`."""
-        model = self.config.model
-        # Of a sequence with so many tokens more, no token of the page is in a ring.
-        last = PAGE_TOKENS + self._tail_tokens - 1
-        tokens = torch.arange(PAGE_TOKENS, device=self._device)
-        tokens = tokens.expand(model.layers, model.kv_heads, -1)
-        table = torch.tensor([page], dtype=torch.int32)
-        return torch.stack(self._read(table, 0, last, range(model.layers), tokens))
+    def pack_named(self, name: int) -> Tensor:
+        """Copy the page of a name, see `Residency.pack_page`."""
+        return self._residency.pack_page(self.named.read(name, self._spare_page))
 
     def load_projection(self, layer: int, projection: Tensor) -> None:
         """Take over by what a layer's queries are forecast, (H + 2, Hq, D)."""
@@ -412,18 +402,8 @@ class Selector:
         for index, _, sequence in step.live:
             _, newest = step.rows_of(layer_message).on_host[index]
             chosen, pages = self.slot_map(sequence, layers), self._pages_on_host(sequence)
-            slots = self._read(pages, sequence.slot, newest, layers, chosen)
+            rows = BatchMetadata.of_one(pages, sequence.slot, newest, self._device)
+            slots = self._residency.read(rows, layers, chosen)
             filled = sequence.fresh_filled if layer_message.same_step else sequence.filled
             keys, values = (part[..., :filled, :] for part in slots)
             down.header[index, _CHECKSUM] = slots_checksum(keys, values)
-
-    def _read(
-        self, pages: Tensor, slot: int, newest: int, layers: range, tokens: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Decode tokens of a sequence, given its pages on the host, slot and newest position."""
-        numbers = torch.tensor([[slot], [newest]], dtype=torch.int32).unbind()
-        table, slots, positions = upload((pages.unsqueeze(0), *numbers), self._device)
-        rows = BatchMetadata(
-            PagedRows(table, slots, positions), slots, slots, slots, newest + 1, [(slot, newest)]
-        )
-        return self._residency.read(rows, layers, tokens)

@@ -7,20 +7,24 @@
 
 For each length, a prompt is asked `--repeats` times new and again, and as many conversations grow
 to the length in four turns, of which each begins with all that was said before. Requests come one
-after the other. Weights are random numbers in the shapes of `model_shapes`. A system that fails is
-a line in the table, and its log is in OUT/logs; the exit status is 1 then.
+after the other. Over a slow link, `--link-gbps`, formats differ: what comes back are their codes. A
+wait of more than `--cache-rank-timeout` seconds is a loss. Weights are random numbers in the shapes
+of `model_shapes`. A system that fails is a line in the table, and its log is in OUT/logs; the exit
+status is 1 then.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
+from cache_rank.channels.rate import LINK_GBPS_VARIABLE
 from scripts.reasoning.client import send
 from scripts.reasoning.loads import Request
 from scripts.shared import machine
@@ -65,7 +69,12 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--lengths", nargs="+", type=int, required=True, help="tokens of prompts")
     add("--repeats", type=int, default=5, help="prompts and conversations of each length")
+    add("--link-gbps", type=float, help="prompts come back as over a link of so many Gbit/s")
     options = parser.parse_args(argv)
+    if options.link_gbps is not None:
+        if options.link_gbps <= 0:
+            parser.error("--link-gbps must be positive")
+        os.environ[LINK_GBPS_VARIABLE] = str(options.link_gbps)
     if options.repeats < 1 or min(options.lengths) < 2 * TURNS:
         parser.error(f"--repeats must be at least 1, and --lengths at least {2 * TURNS}")
     shapes = [Shape(1, length + _answer(length)) for length in options.lengths]

@@ -151,6 +151,7 @@ class InferenceRank:
         self.restoring = Restoring(
             self.cache_rank, self.lifecycle, self._allocator, first_layer, is_exact
         )
+        self.cache_rank.call(lambda exchange: exchange.prepare_restore())
 
     @property
     def falls_back(self) -> bool:

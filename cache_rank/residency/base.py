@@ -18,6 +18,7 @@ from torch import Tensor
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, OptionValue
 from cache_rank.kernels.score import score_workspace
+from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.options import Ranges
 from cache_rank.residency.scores import ScoreBuffers
 from cache_rank.residency.sketched import KeySketches
@@ -163,17 +164,52 @@ class Residency(ABC):
         """
         return
 
-    def page_memory(self) -> tuple[Tensor, ...]:
-        """What a page consists of, by page, (pages, ...) each.
+    def page_planes(self) -> tuple[Tensor, ...]:
+        """What the tokens of a page are read from, by page, (pages, ...) each.
 
         A format whose pages cannot be shared need not say.
         """
-        return () if self._sketches is None else (self._sketches.codes,)
+        return ()
+
+    def page_memory(self) -> tuple[Tensor, ...]:
+        """All that belongs to a page, by page, (pages, ...) each."""
+        sketches = () if self._sketches is None else (self._sketches.codes,)
+        return *self.page_planes(), *sketches
 
     def copy_page(self, source: int, target: int) -> None:
         """Copy a page: a format with `tail_tokens` writes the last one of another again."""
         for part in self.page_memory():
             part[target].copy_(part[source])
+
+    @property
+    def packed_bytes(self) -> int:
+        """Size of a page that is packed."""
+        return sum(plane[0].nbytes for plane in self.page_planes())
+
+    def pack_page(self, page: int) -> Tensor:
+        """Copy what the tokens of a page are read from, (packed_bytes,) uint8."""
+        return torch.cat([plane[page].view(-1).view(torch.uint8) for plane in self.page_planes()])
+
+    def unpack_page(self, packed: Tensor, page: int) -> None:
+        """Write to a page what `pack_page` of this format has copied."""
+        planes = self.page_planes()
+        pieces = packed.split([plane[page].nbytes for plane in planes])
+        for plane, piece in zip(planes, pieces, strict=True):
+            plane[page].view(-1).view(torch.uint8).copy_(piece)
+
+    def read_page(self, page: int) -> Tensor:
+        """Decode a page whose tokens are complete, (2, layers, Hkv, PAGE_TOKENS, D).
+
+        It is in the pool's dtype.
+        """
+        model = self._model
+        # Of a sequence with so many tokens more, no token of the page is in a ring.
+        newest = PAGE_TOKENS + (self.tail_tokens() or 0) - 1
+        tokens = torch.arange(PAGE_TOKENS, device=self._device)
+        tokens = tokens.expand(model.layers, model.kv_heads, -1)
+        pages = torch.tensor([page], dtype=torch.int32)
+        rows = BatchMetadata.of_one(pages, 0, newest, self._device)
+        return torch.stack(self.read(rows, range(model.layers), tokens))
 
     def end(self, slot: int) -> None:
         """Forget a sequence that has ended; its slot may begin another.

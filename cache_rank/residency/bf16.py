@@ -33,8 +33,8 @@ class Bf16Residency(Residency):
         self._keys = torch.empty(shape, dtype=model.torch_dtype, device=device)
         self._values = torch.empty_like(self._keys)
 
-    def page_memory(self) -> tuple[Tensor, ...]:
-        return *super().page_memory(), self._keys, self._values
+    def page_planes(self) -> tuple[Tensor, ...]:
+        return self._keys, self._values
 
     def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         load_tokens(shipment, self._keys, self._values, pages, start)

@@ -108,9 +108,9 @@ class CodedResidency(Residency):
         (slots,) = upload((torch.tensor([slot], dtype=torch.int32),), self._device)
         load_tokens(shipment, *self._tokens.rings, slots, start)
 
-    def page_memory(self) -> tuple[Tensor, ...]:
+    def page_planes(self) -> tuple[Tensor, ...]:
         keys, values = self._tokens.planes
-        return *super().page_memory(), *keys, *values
+        return *keys, *values
 
     def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         append_step(

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
+from cache_rank import residency
 from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.scatter import collect_tokens
@@ -30,8 +33,8 @@ from cache_rank.protocol import (
     Share,
     Step,
     bulk_shape,
-    page_shape,
 )
+from cache_rank.residency import Residency
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
@@ -213,14 +216,26 @@ class Exchange(ABC):
         self._receive_back(count, deadline)
         if int(count) != len(pool_rows):
             raise CacheRankDownError(f"restores {int(count)} tokens of {len(pool_rows)}")
-        model, device = self._config.model, self._slots.device
-        page = torch.empty(page_shape(self._config), dtype=model.torch_dtype, device=device)
+        pages = self._pages
+        packed = torch.empty(pages.packed_bytes, dtype=torch.uint8, device=self._slots.device)
         for rows in pool_rows.split(PAGE_TOKENS):
-            self._receive_back(page, deadline)
-            for part, buffers in zip(page, (self._slots.keys, self._slots.values), strict=True):
+            self._receive_back(packed, deadline)
+            pages.unpack_page(packed, 0)
+            tensors = self._slots.keys, self._slots.values
+            for part, buffers in zip(pages.read_page(0), tensors, strict=True):
                 for tokens, buffer in zip(part, buffers.tensors, strict=True):
                     buffer.index_copy_(0, rows, tokens.transpose(0, 1))
         self.counters.tokens_restored += len(pool_rows)
+
+    def prepare_restore(self) -> None:
+        """Take memory for pages that come back, and on a GPU load the kernels that decode them."""
+        self._pages.read_page(0)
+
+    @functools.cached_property
+    def _pages(self) -> Residency:
+        """Holds the page that comes back, in the format in which it comes."""
+        config = msgspec.structs.replace(self._config, max_rows=1, score_keys="resident")
+        return residency.create(config, 1, self._slots.device)
 
     def _receive_back(self, tensor: Tensor, deadline: float) -> None:
         """Receive what the cache rank sends on the bulk channel; the host waits for it."""

@@ -226,6 +226,10 @@ class DeviceExchange(Exchange):
             written = StreamPending(pool_rows, torch.cuda.current_stream())
             self._wait_on_host(written, deadline)
 
+    def prepare_restore(self) -> None:
+        with self.connection.link.in_background():
+            super().prepare_restore()
+
     def _receive_back(self, tensor: Tensor, deadline: float) -> None:
         self._wait_on_host(self.connection.link.bulk.receive(tensor), deadline)
 

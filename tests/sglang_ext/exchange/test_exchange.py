@@ -20,7 +20,6 @@ from cache_rank.protocol import (
     Restore,
     Row,
     Step,
-    page_shape,
     projection_shape,
 )
 from sglang_ext.exchange.connection import CacheRankDownError
@@ -228,8 +227,10 @@ def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:
 def test_a_page_comes_back_into_its_rows_or_the_cache_rank_is_lost(counted: int | None) -> None:
     """It says how many tokens come; None never comes."""
     side = InferenceSide()
-    page = torch.randn(page_shape(CONFIG))
-    coming = iter([] if counted is None else [torch.tensor(counted), page])
+    model = CONFIG.model
+    page = torch.randn(2, model.layers, model.kv_heads, PAGE_TOKENS, model.head_dim)
+    packed = page.view(-1).view(torch.uint8)
+    coming = iter([] if counted is None else [torch.tensor(counted), packed])
 
     def receive(into: Tensor) -> Transfer:
         def finish() -> None:

@@ -1,0 +1,32 @@
+"""A slower link than there is, for tests and figures."""
+
+from __future__ import annotations
+
+import os
+import time
+
+LINK_GBPS_VARIABLE = "CACHE_RANK_LINK_GBPS"
+"""Set to a number, this variable lets prompts come back as over a link of so many Gbit/s."""
+
+
+class RateLimit:
+    """Lets what is sent wait until a link of this speed would have carried it."""
+
+    def __init__(self, gbps: float | None) -> None:
+        self._seconds_a_byte = 8e-9 / gbps if gbps else 0.0
+        self._carried = 0.0
+
+    @classmethod
+    def of_environment(cls) -> RateLimit:
+        """The limit that the environment sets, if any.
+
+        Raises:
+            ValueError: it is no number.
+        """
+        return cls(float(os.environ.get(LINK_GBPS_VARIABLE, "0")))
+
+    def wait(self, sent_bytes: int) -> None:
+        """Wait until so many bytes more are carried."""
+        now = time.monotonic()
+        self._carried = max(now, self._carried) + sent_bytes * self._seconds_a_byte
+        time.sleep(max(0.0, self._carried - now))
