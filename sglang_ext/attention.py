@@ -20,8 +20,8 @@ class CacheRankAttnBackend(AroundDenseKernels):
 
     The first serves the dense layers. The second serves all others; for a dense request its rows
     are the true ones. On a CPU the first also serves every layer of a batch that no step plan
-    belongs to (warm-up runs), and of a step during which the cache rank was lost; on a GPU, where
-    the forward pass is a captured graph, the second always does.
+    belongs to (warm-up runs); on a GPU, where the forward pass is a captured graph, the second
+    always does.
     """
 
     def __init__(self, runner: Any, rank: InferenceRank) -> None:
@@ -107,12 +107,8 @@ class CacheRankAttnBackend(AroundDenseKernels):
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
         )
-        inner, view = self._sparse, forward_batch
-        if not self._is_captured:
-            view = self._sparse_view
-            if rank.falls_back:
-                inner, view = self._dense, forward_batch
-        output = inner.forward_decode(q, k, v, layer, view, save_kv_cache, **kwargs)
+        view = forward_batch if self._is_captured else self._sparse_view
+        output = self._sparse.forward_decode(q, k, v, layer, view, save_kv_cache, **kwargs)
         if layer_in_group == len(rank.config.groups[group]) - 1:
             rank.gate.leave_group(group)
         return output

@@ -144,14 +144,6 @@ class InferenceRank:
             self.cache_rank, self.lifecycle, self._allocator, first_layer, is_exact
         )
 
-    @property
-    def falls_back(self) -> bool:
-        """Whether a forward pass attends to everything, because the cache rank is down.
-
-        With `--inference-kv working-set` it cannot: its sparse requests are recomputed instead.
-        """
-        return self.eviction is None and not self.gate.is_open
-
     def _begin_exchange(self, connection: Connection) -> Exchange:
         exchange = make_exchange(connection, self.config, self._planner.slots, self.gate)
         if self._selection_weights is not None and self._selection_weights.sketches:

@@ -2,8 +2,8 @@
 
 With `--inference-kv full` requests go on dense at once. With `working-set` the K and V of sparse
 requests are gone with the cache rank: they are retracted from the batch and computed again. So are,
-in either mode, requests that made a step without the answers that it waits for, which only happens
-on GPUs: the steps under way are let go, and what they say of these requests is not used.
+in either mode, requests that made a step without the answers that it waits for: the steps under way
+are let go, and what they say of these requests is not used.
 
 The result of the step that failed is still to be processed when requests are retracted, in the same
 turn of SGLang's event loop, and is skipped for them. They must not be admitted again before, so

@@ -55,11 +55,6 @@ class Gate(ABC):
 
     awaited_step = 0
 
-    @property
-    @abstractmethod
-    def is_open(self) -> bool:
-        """Whether answers that forward passes wait for can still come."""
-
     @abstractmethod
     def begin_forward(self) -> None:
         """Begin the forward pass of a decode step."""
@@ -152,19 +147,16 @@ class Exchange(ABC):
     def finish_step(self) -> None:
         """End the step, whose forward pass has been computed, or on a GPU been queued."""
 
+    @abstractmethod
     def stale_requests(
         self, step: int, sequences: Sequence[SparseSequence]
     ) -> list[SparseSequence]:
         """Return the requests for which a step went on without answers that it should have had.
 
-        Between CPUs there are none: a forward pass in which the cache rank is lost attends to
-        everything, or its requests are recomputed.
-
         Args:
             step: its forward pass has been computed.
             sequences: those that are sparse in it.
         """
-        return []
 
     @abstractmethod
     def spans(self) -> list[Span]:

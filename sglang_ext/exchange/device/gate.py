@@ -167,6 +167,7 @@ class DeviceGate(Gate):
 
     @property
     def is_open(self) -> bool:
+        """Whether answers that forward passes wait for can still come."""
         return bool(self.accepts[0])
 
     def open(self) -> None:
