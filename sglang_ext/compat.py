@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,12 +22,6 @@ RELEASE = Version(importlib.metadata.version("sglang"))
 
 TESTED = ("0.5.16", "0.5.23")
 """These releases are tested, on CPUs and on GPUs; CONTRIBUTING.md says what was run with each."""
-
-
-def is_in(releases: Sequence[str]) -> bool:
-    """Whether the installed release is one of these; what leads up to one counts as it."""
-    return RELEASE.base_version in releases
-
 
 IS_NEW = Version(RELEASE.base_version) > Version("0.5.16")
 """Whether the installed release is the new one, or one that nobody has tested."""
@@ -269,34 +263,6 @@ WEIGHT_UPDATES = (
     *(("end_weight_update",) if IS_NEW else ()),
 )
 """The calls after which the model may have other weights; in the new release one ends them all."""
-
-
-def load_weights(engine: Any, weights: Sequence[tuple[str, Tensor]]) -> None:
-    """Give the model of an engine other weights, by their names in a checkpoint.
-
-    The new release wants to be told before and after, and refuses them otherwise.
-
-    Raises:
-        RuntimeError: SGLang did not load them; says why.
-    """
-
-    def done(answer: tuple[bool, str]) -> None:
-        succeeded, why = answer
-        if not succeeded:
-            raise RuntimeError(f"SGLang did not load the weights: {why}")
-
-    if IS_NEW:
-        done(engine.begin_weight_update())
-    try:
-        done(engine.update_weights_from_tensor(list(weights)))
-    finally:
-        if IS_NEW:
-            done(engine.end_weight_update())
-
-
-def tokens_read(request: Any) -> int:
-    """Return how many tokens of a request are read when this step has ended."""
-    return int(request.extend_end if IS_NEW else request.extend_range.end)
 
 
 # The forward pass.
