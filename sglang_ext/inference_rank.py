@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from cache_rank.config import ModelShape
 from cache_rank.residency import FORMATS, shared_tail
 from sglang_ext import compat, reuse
 from sglang_ext.decode_step import DecodeStep
-from sglang_ext.eviction import DenseStore, Eviction
+from sglang_ext.eviction import Eviction
 from sglang_ext.exchange import make_exchange, make_gate
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection, Placement
@@ -24,9 +23,8 @@ from sglang_ext.first_layer import FirstLayer
 from sglang_ext.ineffective_flags import warn_small_capacity
 from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.lifecycle import Phase
-from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
-from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
+from sglang_ext.pools import Pools, model_shape, pools_of
 from sglang_ext.recovery import CacheRankClient
 from sglang_ext.restoring import Restoring
 from sglang_ext.selection_weights import SelectionWeights
@@ -89,7 +87,7 @@ class InferenceRank:
         self.gate = make_gate(self.config, planner.numbers)
         self._planner = planner
         evicts = args.inference_kv == "working-set"
-        self.eviction = _eviction(args, pools, self.config.recent_tokens) if evicts else None
+        self.eviction = Eviction(args, pools) if evicts else None
         self.restoring: Restoring | None = None
         self._allocator = pools.allocator
         self._supervisor = supervisor
@@ -145,7 +143,8 @@ class InferenceRank:
         )
 
     def _begin_exchange(self, connection: Connection) -> Exchange:
-        exchange = make_exchange(connection, self.config, self._planner.slots, self.gate)
+        slots, counters = self._planner.slots, self.metrics.counters
+        exchange = make_exchange(connection, self.config, slots, counters, self.gate)
         if self._selection_weights is not None and self._selection_weights.sketches:
             for layer in range(self.config.model.layers):
                 exchange.sketch(layer, self._selection_weights.basis(layer, self.device))
@@ -303,28 +302,12 @@ class InferenceRank:
             "retractions": self.cache_rank.retractions,
             "drafts": self.drafts and self.drafts.state(),
             "steps": self._planner.steps,
-            **dataclasses.asdict(self.cache_rank.counters),
             **self.metrics.state(),
         }
 
     def close(self) -> None:
         """End the cache rank."""
         self._supervisor.close()
-
-
-def _eviction(args: CacheRankServerArgs, pools: Pools, recent_tokens: int) -> Eviction:
-    """Make what evicts tokens, with a store for dense layers where there are any."""
-    store = None
-    if rows_per_request := dense_store_rows_per_request(args):
-        store = DenseStore(
-            pools.keys[: args.dense_layers],
-            pools.values[: args.dense_layers],
-            first_reserve_row(pools, args),
-            reserve_block_rows(args),
-            args.max_sparse_requests,
-            rows_per_request,
-        )
-    return Eviction(pools.req_to_token, pools.allocator, recent_tokens, store)
 
 
 _current: InferenceRank | None = None

@@ -7,6 +7,7 @@ process.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -79,6 +80,7 @@ class CacheRankMetrics:
 
     Attributes:
         series: of these; whoever knows of a value that nothing else depends on, sets it there.
+        counters: exchanges add to them.
     """
 
     def __init__(self, args: CacheRankFlags, tp_rank: int) -> None:
@@ -87,21 +89,13 @@ class CacheRankMetrics:
         self._steps_waited = 0
         self._wait_seconds = 0.0
         self._logged = _Totals(0, 0.0, 0)
-        self._counters = ExchangeCounters()
+        self.counters = ExchangeCounters()
         self._exported = dict.fromkeys(_EXCHANGE_COUNTERS, 0)
         labels = {"residency": args.kv_residency}
         self.series = Series(args, tp_rank, labels, _GAUGES, _COUNTERS, _DENSE_REASONS)
         self.series.set("memory_released", 0)
         text = "Time that a decode step waited for the cache rank"
         self._waits = self.series.histogram("step_wait_seconds", text, _WAIT_BUCKETS)
-
-    def on_connect(self, counters: ExchangeCounters, capacity_tokens: int) -> None:
-        """A new exchange begins: its counters are at zero, and count on from here."""
-        self.series.set("capacity_tokens", capacity_tokens)
-        self._export_counters()
-        self._counters = counters
-        self._exported = dict.fromkeys(_EXCHANGE_COUNTERS, 0)
-        self._logged = _Totals(self._logged.steps, self._wait_seconds, 0)
 
     def on_step(self, step: int, exchange: Exchange, sparse_requests: int) -> None:
         """Count a step that was exchanged."""
@@ -113,7 +107,7 @@ class CacheRankMetrics:
         if step % EXPORT_STEPS == 0:
             self._export_counters()
         if step % self._log_interval == 0:
-            self._log(step, exchange, sparse_requests)
+            self._log(step, sparse_requests)
 
     def on_report(self, report: Report | None) -> None:
         """The cache rank reported, or went down. Called in the supervisor's thread."""
@@ -138,7 +132,7 @@ class CacheRankMetrics:
         self._export_counters()
 
     def state(self) -> dict[str, Any]:
-        """Tell `/server_info` what was last reported and waited."""
+        """Tell `/server_info` what was last reported, waited and exchanged."""
         report = self._report
         return {
             "tokens_held": report.tokens_held,
@@ -149,19 +143,20 @@ class CacheRankMetrics:
             "refused_messages": report.refused_messages,
             "steps_waited": self._steps_waited,
             "wait_seconds": self._wait_seconds,
+            **dataclasses.asdict(self.counters),
         }
 
     def _export_counters(self) -> None:
         """Export what was counted since the last time."""
         for name, last in self._exported.items():
-            value = getattr(self._counters, name)
+            value = getattr(self.counters, name)
             self.series.add(name, value - last)
             self._exported[name] = value
 
-    def _log(self, step: int, exchange: Exchange, sparse_requests: int) -> None:
+    def _log(self, step: int, sparse_requests: int) -> None:
         """Write a line about the steps since the last one."""
         before = self._logged
-        self._logged = _Totals(step, self._wait_seconds, exchange.counters.tokens_shipped)
+        self._logged = _Totals(step, self._wait_seconds, self.counters.tokens_shipped)
         steps, wait_seconds, tokens_shipped = (
             now - then for now, then in zip(self._logged, before, strict=True)
         )

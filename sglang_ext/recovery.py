@@ -19,7 +19,7 @@ from typing import Any
 from cache_rank.channels.control import ControlError
 from cache_rank.channels.transport import TransportError
 from sglang_ext import compat
-from sglang_ext.exchange.base import Exchange, ExchangeCounters
+from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.lifecycle import Lifecycle, Phase
 from sglang_ext.metrics import CacheRankMetrics
@@ -63,17 +63,7 @@ class CacheRankClient:
         self._recomputes = recomputes
         self._drafts = drafts
         self._orphans: list[Any] = []
-        self._finished = ExchangeCounters()
         self._connect()
-
-    @property
-    def counters(self) -> ExchangeCounters:
-        """Totals over all connections."""
-        counters = ExchangeCounters()
-        counters.add(self._finished)
-        if self.exchange is not None:
-            counters.add(self.exchange.counters)
-        return counters
 
     def call(self, action: Callable[[Exchange], None]) -> None:
         """Do something with the cache rank, if it is up and stays up."""
@@ -117,7 +107,7 @@ class CacheRankClient:
             return
         self.exchange = self._begin_exchange(connection)
         self._lifecycle.capacity_tokens = connection.capacity_tokens
-        self._metrics.on_connect(self.exchange.counters, connection.capacity_tokens)
+        self._metrics.series.set("capacity_tokens", connection.capacity_tokens)
 
     def _lose(self, reason: str) -> None:
         """Go on without a cache rank: dense at once, or with what must be recomputed marked."""
@@ -144,7 +134,6 @@ class CacheRankClient:
         """Let go of an exchange whose process has been ended."""
         self.exchange = None
         exchange.close()
-        self._finished.add(exchange.counters)
 
     # Requests that SGLang recomputes.
 

@@ -15,7 +15,7 @@ rank has a whole step for it. `cache_rank/schedule.py` says which is which.
 from __future__ import annotations
 
 from cache_rank.config import CacheRankConfig
-from sglang_ext.exchange.base import Exchange, Gate
+from sglang_ext.exchange.base import Exchange, ExchangeCounters, Gate
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.host import HostExchange, HostGate
 from sglang_ext.exchange.pinned_ring import HostToDeviceRing
@@ -36,13 +36,17 @@ def make_gate(config: CacheRankConfig, numbers: HostToDeviceRing | None) -> Gate
 
 
 def make_exchange(
-    connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: Gate
+    connection: Connection,
+    config: CacheRankConfig,
+    slots: SlotBuffers,
+    counters: ExchangeCounters,
+    gate: Gate,
 ) -> Exchange:
     """Begin the exchange over a connection, of the kind that the gate is of."""
     if isinstance(gate, HostGate):
-        return HostExchange(connection, config, slots, gate)
+        return HostExchange(connection, config, slots, counters, gate)
     from sglang_ext.exchange.device.exchange import DeviceExchange
     from sglang_ext.exchange.device.gate import DeviceGate
 
     assert isinstance(gate, DeviceGate)
-    return DeviceExchange(connection, config, slots, gate)
+    return DeviceExchange(connection, config, slots, counters, gate)

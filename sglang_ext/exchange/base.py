@@ -92,7 +92,7 @@ class Gate(ABC):
 
 @dataclasses.dataclass(slots=True)
 class ExchangeCounters:
-    """Totals since the exchange began."""
+    """Totals over all connections of a process."""
 
     up_bytes: int = 0
     down_bytes: int = 0
@@ -100,12 +100,6 @@ class ExchangeCounters:
     tokens_shipped: int = 0
     tokens_adopted: int = 0
     tokens_restored: int = 0
-
-    def add(self, other: ExchangeCounters) -> None:
-        """Add the totals of another exchange."""
-        for field in dataclasses.fields(self):
-            total = getattr(self, field.name) + getattr(other, field.name)
-            setattr(self, field.name, total)
 
 
 class Exchange(ABC):
@@ -119,9 +113,16 @@ class Exchange(ABC):
             whose times are known.
     """
 
-    def __init__(self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        config: CacheRankConfig,
+        slots: SlotBuffers,
+        counters: ExchangeCounters,
+    ) -> None:
+        """Begin; what is exchanged is added to `counters`."""
         self.connection = connection
-        self.counters = ExchangeCounters()
+        self.counters = counters
         self.waited = 0.0
         self._config = config
         self._slots = slots

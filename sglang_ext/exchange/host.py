@@ -21,7 +21,7 @@ from cache_rank.measure.timeline import Span
 from cache_rank.messages import MessageBuffers
 from cache_rank.protocol import AnswerHeader, DownMessage, up_sizes
 from cache_rank.schedule import index_by_hidden, index_by_kv
-from sglang_ext.exchange.base import Exchange, Gate
+from sglang_ext.exchange.base import Exchange, ExchangeCounters, Gate
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
@@ -88,9 +88,14 @@ class HostExchange(Exchange):
     """
 
     def __init__(
-        self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: HostGate
+        self,
+        connection: Connection,
+        config: CacheRankConfig,
+        slots: SlotBuffers,
+        counters: ExchangeCounters,
+        gate: HostGate,
     ) -> None:
-        super().__init__(connection, config, slots)
+        super().__init__(connection, config, slots, counters)
         staging = [
             torch.empty(size, dtype=torch.uint8) for size in up_sizes(config, config.max_rows)
         ]

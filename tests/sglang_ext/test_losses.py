@@ -147,7 +147,7 @@ def test_a_loss_leaves_no_sparse_request_and_no_count_behind(decoding: Decoding)
     decoding.wait_until(lambda: decoding.supervisor.connection is not lost)
     decoding.step(request)
     assert exported("sparse_requests") == 0
-    assert exported("up_bytes_total") == rank.cache_rank.counters.up_bytes > 0
+    assert exported("up_bytes_total") == rank.metrics.counters.up_bytes > 0
 
     decoding.step_until(request, lambda: decoding.phase_of(request) is Phase.SPARSE)
     rank.on_request_freed(request)

@@ -11,7 +11,6 @@ from fake_requests import fake_request
 
 from cache_rank.channels.transport import TransportError
 from sglang_ext import compat
-from sglang_ext.exchange.base import ExchangeCounters
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
 from sglang_ext.metrics import _COUNTERS
@@ -29,7 +28,7 @@ class Requests:
             for row, (request, phase) in enumerate(zip(self.requests, phases, strict=True))
         ]
         self.live = {sequence.row: sequence for sequence in self.sequences}
-        self.exchange: Any = Mock(counters=ExchangeCounters(up_bytes=5))
+        self.exchange: Any = Mock()
         self.supervisor, self.table, self.metrics = Mock(), Mock(), Mock()
         self.exchange.connection = self.supervisor.connection
         lifecycle: Any = SimpleNamespace(

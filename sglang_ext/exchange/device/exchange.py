@@ -22,7 +22,7 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.scatter import collect_tokens, copy_tokens
 from cache_rank.measure.timeline import Span
 from cache_rank.protocol import bulk_shape
-from sglang_ext.exchange.base import Exchange
+from sglang_ext.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.exchange.device.gate import DeviceGate, StepTimes
 from sglang_ext.exchange.device.transfers import make_transfers
@@ -151,9 +151,14 @@ class DeviceExchange(Exchange):
     """The exchange between ranks that have a GPU each."""
 
     def __init__(
-        self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: DeviceGate
+        self,
+        connection: Connection,
+        config: CacheRankConfig,
+        slots: SlotBuffers,
+        counters: ExchangeCounters,
+        gate: DeviceGate,
     ) -> None:
-        super().__init__(connection, config, slots)
+        super().__init__(connection, config, slots, counters)
         self._gate = gate
         self._step, self._rows = 0, ExchangedRows()
         self._inflight = InflightSteps(len(config.groups), connection.timeout)

@@ -17,6 +17,7 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.wire.reference import from_wire, to_wire
 from cache_rank.protocol import DownMessage, Load, QueryProjection, Step, UpMessage, down_sizes
 from cache_rank.selector import Selector, SelectorStep
+from sglang_ext.exchange.base import ExchangeCounters
 from sglang_ext.exchange.host import HostExchange, HostGate
 from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
@@ -176,7 +177,7 @@ class InferenceSide:
         connection: Any = self.connection
         self.gate = HostGate()
         slots = SlotBuffers(config, self.keys, self.values)
-        self.exchange = HostExchange(connection, config, slots, self.gate)
+        self.exchange = HostExchange(connection, config, slots, ExchangeCounters(), self.gate)
         self.steps = 0
         self._sequence_ids = itertools.count(1)
 
