@@ -63,7 +63,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         report_endpoint: where the inference rank receives control messages.
         address: the address that the control and data channels bind to.
         device: the device of the tensors, as torch names it.
-        log_level: a name of the logging module.
     """
 
     name: str
@@ -71,7 +70,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     report_endpoint: str
     address: str
     device: str = "cpu"
-    log_level: str = "INFO"
 
 
 def serve(launch: Launch) -> None:
@@ -153,7 +151,7 @@ def main() -> None:
     """Run until the parent goes away."""
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     logging.basicConfig(
-        level=launch.log_level.upper(),
+        level=logging.INFO,
         format=f"[%(asctime)s {launch.name}] %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
     )

@@ -31,6 +31,7 @@ from sglang_ext.exchange.connection import Placement
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.memory import reserve_rows
 from sglang_ext.pools import Pools
+from sglang_ext.reports import values_of
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 from sglang_ext.supervisor import Supervisor
 
@@ -104,7 +105,7 @@ def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float
         exchanged = time.perf_counter()
         rank.decode_step.end(plan)
         queued = time.perf_counter()
-        [request.cache_rank_statistics.as_tuple() for request in requests]
+        [values_of(request.cache_rank_statistics) for request in requests]
         ended = time.perf_counter()
         if on_gpu:
             torch.cuda.synchronize()

@@ -64,18 +64,6 @@ class RequestStatistics:
     stale_steps: int = 0
     retractions: int = 0
 
-    def as_tuple(self) -> tuple[int | str | None, ...]:
-        """Return the values in the order of the fields."""
-        return (
-            self.sparse_steps,
-            self.dense_reason,
-            self.attended_tokens,
-            self.tokens_shipped,
-            self.late_steps,
-            self.stale_steps,
-            self.retractions,
-        )
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SparseSequence:

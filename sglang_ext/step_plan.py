@@ -235,7 +235,8 @@ class StepPlanner:
         """
         numbers = self.numbers
         if numbers is None:
-            self.table.add_in_host_memory(plan.sources, plan.targets)
+            places = torch.tensor((plan.sources, plan.targets), dtype=torch.int64)
+            self.table.add(*places)
             return
         numbers.write(
             steps=(awaited_step, plan.step),

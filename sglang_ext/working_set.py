@@ -18,7 +18,7 @@ head by head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -74,9 +74,6 @@ class WorkingSetTable:
         self.table = self._flat_table[: self.nowhere].view(-1, width)
         self._copied: dict[int, int] = {}
         self._true_width, self._width = req_to_token.shape[1], width
-        self._in_host_memory: tuple[memoryview, memoryview] | None = None
-        if not req_to_token.is_cuda:
-            self._in_host_memory = self._flat_true.numpy().data, self._flat_table.numpy().data
 
     def sparse_length(self, filled_slots: int) -> int:
         """Return how many tokens a sparse request attends to."""
@@ -146,13 +143,6 @@ class WorkingSetTable:
         """
         current = self._flat_true.index_select(0, sources)
         self._flat_table.index_copy_(0, targets, current)
-
-    def add_in_host_memory(self, sources: Iterable[int], targets: Iterable[int]) -> None:
-        """Do what `add` does to tables of a CPU: torch would take far longer for so few numbers."""
-        assert self._in_host_memory is not None
-        true, table = self._in_host_memory
-        for source, target in zip(sources, targets, strict=True):
-            table[target] = true[source]
 
     def forget(self, row: int) -> None:
         """Forget a request slot, whose request has left it or is dense again."""
