@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from cache_rank.config import ModelShape
+from cache_rank.protocol import End, Flush, KeyBasis, QueryProjection
 from cache_rank.residency import FORMATS, shared_tail
 from sglang_ext import compat, reuse
 from sglang_ext.decode_step import DecodeStep
@@ -58,12 +59,7 @@ class InferenceRank:
         supervisor: Supervisor,
         selection_weights: SelectionWeights | None,
     ) -> None:
-        """Open the cache rank for a loaded model.
-
-        Args:
-            model: shape of the sparse layers.
-            supervisor: its process has been spawned.
-            selection_weights: what the cache rank is told of layers, if it has to be told.
+        """Open the cache rank for a loaded model, whose process has been spawned.
 
         Raises:
             CacheRankDownError: the cache rank did not start.
@@ -147,7 +143,8 @@ class InferenceRank:
         exchange = make_exchange(connection, self.config, slots, counters, self.gate)
         if self._selection_weights is not None and self._selection_weights.sketches:
             for layer in range(self.config.model.layers):
-                exchange.sketch(layer, self._selection_weights.basis(layer, self.device))
+                basis = self._selection_weights.basis(layer, self.device)
+                exchange.send_of_layer(KeyBasis(layer), basis)
         self._project(exchange)
         return exchange
 
@@ -158,7 +155,7 @@ class InferenceRank:
         for layer in range(self.config.model.layers):
             projection = self._selection_weights.projection(layer, self.config.model.torch_dtype)
             if projection is not None:
-                exchange.project(layer, projection)
+                exchange.send_of_layer(QueryProjection(layer), projection)
 
     def _on_input(self, group: int, hidden: Tensor, residual: Tensor | None, batch: Any) -> None:
         if not batch.forward_mode.is_decode():
@@ -169,7 +166,6 @@ class InferenceRank:
     # Steps.
 
     def run_other(self, requests: list[Any], forward: Callable[[], Result]) -> Result:
-        """Run a step that is no decode step."""
         if self.restoring is not None and self.device.type == "cuda":
             self.restoring.forward_stream = torch.cuda.current_stream()
         return forward()
@@ -203,15 +199,9 @@ class InferenceRank:
     def run_draft(
         self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]
     ) -> Result:
-        """Run a decode step of a round."""
         return self.decode_step.run(requests, lengths, forward)[0]
 
     run_dense = run_draft
-
-    def on_verified(self, accepted: list[int], drafts: int) -> None:
-        """Note how many drafts of each request a verification has confirmed."""
-        assert self.drafts is not None
-        self.drafts.note(accepted, drafts)
 
     # Events of the model.
 
@@ -248,8 +238,7 @@ class InferenceRank:
         sequence = self.lifecycle.end(row)
         self._note_if_none_is_live()
         if sequence is not None and not sequence.orphaned:
-            sequence_id = sequence.sequence_id
-            self.cache_rank.call(lambda exchange: exchange.end([sequence_id]))
+            self.cache_rank.tell(End([sequence.sequence_id]))
 
     def on_pool_cleared(self) -> None:
         """End all sequences, because SGLang empties its pools."""
@@ -257,7 +246,7 @@ class InferenceRank:
             self.lifecycle.end(row)
         self.lifecycle.forget_shared()
         self._note_if_none_is_live()
-        self.cache_rank.call(lambda exchange: exchange.flush())
+        self.cache_rank.tell(Flush())
 
     def _note_if_none_is_live(self) -> None:
         if not self.lifecycle.live:
@@ -306,7 +295,6 @@ class InferenceRank:
         }
 
     def close(self) -> None:
-        """End the cache rank."""
         self._supervisor.close()
 
 

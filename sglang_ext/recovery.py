@@ -18,6 +18,7 @@ from typing import Any
 
 from cache_rank.channels.control import ControlError
 from cache_rank.channels.transport import TransportError
+from cache_rank.protocol import Drop, End, Flush, Share
 from sglang_ext import compat
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
@@ -73,6 +74,10 @@ class CacheRankClient:
             action(self.exchange)
         except (TransportError, ControlError, CacheRankDownError) as error:
             self._lose(str(error))
+
+    def tell(self, message: Share | Drop | End | Flush) -> None:
+        """Send a message that nothing follows, if the cache rank is up."""
+        self.call(lambda exchange: exchange.connection.control.send(message))
 
     def follow_supervisor(self) -> None:
         """Let go of a cache rank that has ended, and connect to one that has been started."""

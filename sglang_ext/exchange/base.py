@@ -19,15 +19,11 @@ from cache_rank.measure.timeline import Span
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     Adopt,
-    Drop,
-    End,
-    Flush,
     KeyBasis,
     Load,
     QueryProjection,
     Restore,
     Row,
-    Share,
     Step,
     bulk_shape,
     page_shape,
@@ -163,15 +159,8 @@ class Exchange(ABC):
     def spans(self) -> list[Span]:
         """Return what happened in the traced steps so far; on a GPU, wait for it."""
 
-    def project(self, layer: int, projection: Tensor) -> None:
-        """Send by what a layer's queries are forecast, (H + 2, Hq, D); wait until it is gone."""
-        self._send_of_layer(QueryProjection(layer), projection)
-
-    def sketch(self, layer: int, basis: Tensor) -> None:
-        """Send how a layer's keys are sketched, (Hkv, D + 1, D); wait until it is gone."""
-        self._send_of_layer(KeyBasis(layer), basis)
-
-    def _send_of_layer(self, message: QueryProjection | KeyBasis, tensor: Tensor) -> None:
+    def send_of_layer(self, message: QueryProjection | KeyBasis, tensor: Tensor) -> None:
+        """Send what the cache rank must know of a layer; wait until it is gone."""
         self.connection.control.send(message)
         self.connection.link.bulk.send(tensor).wait(self.connection.timeout)
         self.counters.bulk_bytes += tensor.nbytes
@@ -184,14 +173,6 @@ class Exchange(ABC):
         """Let a sequence, which may be new, begin with pages that the cache rank has."""
         self.connection.control.send(Adopt(sequence.sequence_id, names))
         self.counters.tokens_adopted += PAGE_TOKENS * len(names)
-
-    def share(self, sequence: SparseSequence, names: list[int]) -> None:
-        """Name the next complete pages of a sequence, for others to have."""
-        self.connection.control.send(Share(sequence.sequence_id, names))
-
-    def drop(self, names: list[int]) -> None:
-        """Let pages of these names go."""
-        self.connection.control.send(Drop(names))
 
     def restore(self, names: list[int], pool_rows: Tensor, forward: Any = None) -> None:
         """Bring pages of these names back into pool rows; the host waits for them.
@@ -220,14 +201,6 @@ class Exchange(ABC):
         left = max(_LEAST_WAIT_SECONDS, deadline - time.monotonic())
         self.connection.link.bulk.receive(tensor).wait(left)
 
-    def end(self, sequence_ids: list[int]) -> None:
-        """Tell the cache rank that sequences are over."""
-        self.connection.control.send(End(sequence_ids))
-
-    def flush(self) -> None:
-        """Tell the cache rank that all sequences are over."""
-        self.connection.control.send(Flush())
-
     def close(self) -> None:
         """Drop the channels of a connection that is down."""
         self.connection.control.close()
@@ -247,12 +220,6 @@ class Exchange(ABC):
         shipments = self._shipments
         while shipments and (shipments[0].is_done() or len(shipments) == most):
             shipments.popleft().wait(self.connection.timeout)
-        shipment = self._collect(sequence, pool_rows)
-        shipments.append(self.connection.link.bulk.send(shipment))
-        return shipment
-
-    def _collect(self, sequence: SparseSequence, pool_rows: Tensor) -> Tensor:
-        """Copy a prompt's tokens out of the pool, and announce them."""
         count = pool_rows.shape[0]
         shipment = torch.empty(
             bulk_shape(self._config, count),
@@ -263,4 +230,5 @@ class Exchange(ABC):
         self.connection.control.send(Load(sequence.sequence_id, sequence.shipped, count))
         sequence.shipped += count
         self.counters.bulk_bytes += shipment.nbytes
+        shipments.append(self.connection.link.bulk.send(shipment))
         return shipment

@@ -10,6 +10,7 @@ import pytest
 from fake_requests import fake_request
 
 from cache_rank.channels.transport import TransportError
+from cache_rank.protocol import End, Flush
 from sglang_ext import compat
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
@@ -154,6 +155,15 @@ def test_without_recomputing_every_sequence_ends_and_nothing_is_retracted() -> N
     batch = batch_of.batch(*batch_of.requests)
     batch_of.client.retract_orphans(Mock(), batch)
     assert batch.mock_calls == []
+
+
+def test_messages_are_sent_while_the_cache_rank_is_up() -> None:
+    batch_of = Requests(Phase.SPARSE)
+    batch_of.client.tell(Flush())
+    batch_of.exchange.connection.control.send.assert_called_once_with(Flush())
+    batch_of.lose()
+    batch_of.client.tell(End([1]))
+    batch_of.exchange.connection.control.send.assert_called_once()
 
 
 def test_an_abort_finds_requests_that_are_queued_a_turn_later() -> None:

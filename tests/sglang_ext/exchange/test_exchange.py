@@ -14,9 +14,8 @@ from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     AnswerHeader,
     DownMessage,
-    End,
-    Flush,
     Load,
+    QueryProjection,
     Restore,
     Row,
     Step,
@@ -43,7 +42,8 @@ def test_slots_hold_what_the_cache_rank_chose(config: CacheRankConfig, wire: str
     side = InferenceSide(msgspec.structs.replace(config, wire_dtype=wire, checksum=checksum))
     if config.forecasts:
         for layer in range(MODEL.layers):
-            side.exchange.project(layer, torch.randn(projection_shape(config)))
+            projection = torch.randn(projection_shape(config))
+            side.exchange.send_of_layer(QueryProjection(layer), projection)
     brought = side.exchange.counters.bulk_bytes
     first, second = side.arrive(40), side.arrive(25)
     batches: list[list[Decoding | None]] = [
@@ -73,15 +73,11 @@ def test_what_is_announced_is_what_is_exchanged() -> None:
     request = side.arrive(20)
     side.step([None, request])
     side.step([request], traced=True)
-    side.exchange.end([1])
-    side.exchange.flush()
     assert side.connection.sent == [
         Load(1, 0, 10),
         Load(1, 10, 10),
         Step(1, [Row(1, 20)]),
         Step(2, [Row(1, 21)], traced=True),
-        End([1]),
-        Flush(),
     ]
 
 
