@@ -29,6 +29,3 @@ class AroundDenseKernels(AttentionBackend):
 
     def shared_read_ends(self, forward_mode: Any) -> Any:
         return compat.reads_until_the_stream_is_done()
-
-    def support_triton(self) -> bool:
-        return bool(self._dense.support_triton())

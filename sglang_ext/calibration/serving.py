@@ -41,8 +41,6 @@ class _Fitted(NamedTuple):
 
 
 class Calibrating:
-    """The calibration of one model."""
-
     def __init__(self, runner: Any, schedule: Schedule) -> None:
         """Collect what a model prefills from now on.
 
@@ -138,7 +136,6 @@ def begin_calibration(scheduler: Any, schedule: str) -> None:
 
 @torch.no_grad()
 def fit_calibration(scheduler: Any, rank: int, ridge: float) -> None:
-    """See `Calibrating.fit`."""
     assert _calibrating is not None
     _calibrating.fit(rank, ridge)
 
