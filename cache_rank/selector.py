@@ -140,11 +140,9 @@ class Selector:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further sequence can begin."""
         return not self._free_slots
 
     def begin(self, sequence_id: int) -> ResidentSequence:
-        """Begin a sequence, when not full."""
         slot = self._free_slots.pop()
         self._slot_map.tokens[slot].fill_(EMPTY)
         self.sequences[sequence_id] = ResidentSequence(sequence_id, slot)

@@ -286,13 +286,7 @@ def set_real_tokens(batch: Any, tokens: int) -> None:
 
 
 def add_spec_logprobs(batch: Any, output: Any, tokens: Tensor, width: int) -> None:
-    """Add log-probabilities to a verification's output.
-
-    Args:
-        output: of the logits processor, of (B * width, vocabulary) logits.
-        tokens: (B * width,) that were drawn.
-        width: tokens of a request.
-    """
+    """Add log-probabilities to a verification's output, of (B * width,) tokens that were drawn."""
     from sglang.srt.layers import logprob_processor
 
     index = torch.arange(len(tokens), device=tokens.device).view(-1, width)
@@ -308,9 +302,6 @@ def translator_over(runner: Any, table: Tensor) -> Any:
     In the old release backends read the table of their runner, and there is nothing to return. In
     the new one flashinfer and triton ask the runner's translator, which has a table of its own;
     what it does to rows depends on the pool, and is the same for another table.
-
-    Args:
-        table: (request slots, width) int32 pool rows.
     """
     translator = copy.copy(getattr(runner, "kv_index_translator", None))
     if translator is not None:

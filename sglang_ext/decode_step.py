@@ -45,7 +45,6 @@ class DecodeStep:
         metrics: CacheRankMetrics,
         tracer: Tracer | None,
     ) -> None:
-        """Put the parts of a step together."""
         self.running: StepPlan | None = None
         self._planner = planner
         self._gate = gate
@@ -90,7 +89,6 @@ class DecodeStep:
         return result, plan
 
     def plan(self, requests: list[Any], lengths: list[int]) -> StepPlan:
-        """Decide what every request does, and bring the working-set table up to date."""
         self._cache_rank.follow_supervisor()
         plan = self._planner.plan(requests, lengths, self._cache_rank.exchange is not None)
         plan.exchange = self._cache_rank.exchange
@@ -99,7 +97,6 @@ class DecodeStep:
         return plan
 
     def announce(self, plan: StepPlan) -> None:
-        """Tell the cache rank which requests the step exchanges."""
         traced = self._tracer is not None and self._tracer.wants(len(plan.sparse))
         self._cache_rank.call(lambda exchange: exchange.announce(plan.step, plan.rows, traced))
 

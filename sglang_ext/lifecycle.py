@@ -164,7 +164,6 @@ class Lifecycle:
         return sequence
 
     def end(self, row: int) -> SparseSequence | None:
-        """End the sequence on a request slot, if there is one."""
         sequence = self.live.pop(row, None)
         if sequence is not None:
             sequence.ended = True

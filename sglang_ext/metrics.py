@@ -98,7 +98,6 @@ class CacheRankMetrics:
         self._waits = self.series.histogram("step_wait_seconds", text, _WAIT_BUCKETS)
 
     def on_step(self, step: int, exchange: Exchange, sparse_requests: int) -> None:
-        """Count a step that was exchanged."""
         self._wait_seconds += exchange.waited
         self._steps_waited += exchange.was_late
         if self._waits is not None:
@@ -127,7 +126,6 @@ class CacheRankMetrics:
         self.series.set("restart_delay_seconds", loss.restart_delay_seconds)
 
     def on_no_sparse_requests(self) -> None:
-        """No request is sparse any more."""
         self.series.set("sparse_requests", 0)
         self._export_counters()
 
@@ -147,7 +145,6 @@ class CacheRankMetrics:
         }
 
     def _export_counters(self) -> None:
-        """Export what was counted since the last time."""
         for name, last in self._exported.items():
             value = getattr(self.counters, name)
             self.series.add(name, value - last)
@@ -182,12 +179,7 @@ class Series:
         counters: Mapping[str, str],
         reasons: Iterable[DenseReason],
     ) -> None:
-        """Create series; `sparse_requests` and the requests that stay dense begin at zero.
-
-        Args:
-            labels: values by name, beside those of all series.
-            gauges, counters: help texts by name.
-        """
+        """Create series; `sparse_requests` and the requests that stay dense begin at zero."""
         self._is_on = args.enable_metrics
         self._shown: dict[str, float] = {}
         if not self._is_on:
@@ -218,7 +210,6 @@ class Series:
             self._dense_requests.labels(**self._labels, reason=reason)
 
     def set(self, gauge: str, value: float) -> None:
-        """Set a gauge."""
         if self._is_on and self._shown.get(gauge) != value:
             self._gauges[gauge].set(value)
             self._shown[gauge] = value

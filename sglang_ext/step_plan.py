@@ -140,7 +140,6 @@ class StepPlanner:
         others are dense.
 
         Args:
-            requests: SGLang's Req objects, in batch order.
             lengths: of each, the current token included; those before it are verified.
             ship: ships what is verified of a sequence that has so many tokens; None in a round
                 without drafts, where none is exchanged.
@@ -179,12 +178,7 @@ class StepPlanner:
             self.table.forget(sequence.row)
 
     def plan(self, requests: Sequence[Any], lengths: Sequence[int], is_up: bool) -> StepPlan:
-        """Decide what every request of a decode step does.
-
-        Args:
-            requests: SGLang's Req objects, in batch order.
-            lengths: of each, the current token included.
-        """
+        """Decide what every request of a decode step does, see `DecodeStep.run`."""
         prepare_requests(requests)
         live, table, budget = self.lifecycle.live, self.table, self._config.sparse_budget
         drafts = self._config.draft_steps > 0

@@ -47,7 +47,6 @@ class Reserve:
         return self._first_row + self._free.pop() * self.block_rows
 
     def give_back(self, first_row: int) -> None:
-        """Free a block."""
         self._free.append((first_row - self._first_row) // self.block_rows)
 
 
@@ -101,11 +100,7 @@ class WorkingSetTable:
         working_set[self._sinks + recent % self._ring] = self._true[row, recent]
 
     def begin_round(self, rows: Sequence[int], positions: Sequence[int]) -> None:
-        """Let sparse rows have the newest tokens, and the drafts to come: pool rows are taken.
-
-        Args:
-            positions: of the current token of each.
-        """
+        """Let sparse rows have the newest tokens, and the drafts to come: pool rows are taken."""
         (of_rows,) = upload((torch.tensor((rows, positions)),), self.table.device)
         newest = torch.arange(1 - self._ring, self._drafts, device=self.table.device)
         row, position = of_rows[0, :, None], of_rows[1, :, None] + newest

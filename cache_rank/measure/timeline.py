@@ -56,7 +56,6 @@ class TraceFile:
             file.write("[\n")
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Append spans."""
         lines = [
             json.dumps(
                 {

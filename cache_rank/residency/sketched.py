@@ -28,7 +28,6 @@ from cache_rank.pages import PAGE_TOKENS
 
 
 def shape_of(config: CacheRankConfig) -> SketchShape:
-    """The channels that are coded."""
     return sketch_shape(config.model.head_dim, config.sketch_bits)
 
 
@@ -73,7 +72,6 @@ class KeySketches:
         load_codes(keys, self._codes, self._sketch, self._shape, pages, start)
 
     def copy_page(self, source: int, target: int) -> None:
-        """Copy a page."""
         self._codes[target].copy_(self._codes[source])
 
     def append(self, rows: BatchMetadata, layers: range, up: Tensor) -> None:
@@ -115,7 +113,6 @@ class KeySketches:
         )
 
     def score_workspace(self, rows: int, layers: int, capacity: int) -> SketchWorkspace:
-        """See `Residency.score_workspace`."""
         model = self._config.model
         sizes = (rows, layers, model.kv_heads, model.query_heads // model.kv_heads)
         scores = score_workspace(*sizes, capacity, self._codes.device)

@@ -41,7 +41,6 @@ class ExchangedRows:
         filled_after: int,
         fresh_filled: int,
     ) -> None:
-        """Add a request."""
         self.sequences.append(sequence)
         self.batch_indices.append(batch_index)
         self.positions.append(position)
@@ -60,11 +59,7 @@ class ExchangedRows:
         return self.fresh_filled if same_step else self.filled_after
 
     def expected_headers(self, step: int, same_step: bool) -> list[tuple[int, int, int, int]]:
-        """Return what the header of an answer must begin with, for each request.
-
-        Args:
-            same_step: whether for itself; for the next one otherwise.
-        """
+        """Return what the header of an answer must begin with, for each request."""
         return [
             (step, sequence.sequence_id, position + (not same_step), filled)
             for sequence, position, filled in zip(
@@ -97,7 +92,6 @@ class SlotBuffers:
 
     @property
     def device(self) -> torch.device:
-        """The device of the buffers."""
         return self.keys.tensors[0].device
 
     def first_slot(self, sequence: SparseSequence) -> int:
@@ -108,9 +102,6 @@ class SlotBuffers:
         self, group: int, rows: ExchangedRows, headers: Tensor, same_step: bool
     ) -> None:
         """Compare the slots in use with those of the cache rank's slot map; stops the device.
-
-        Args:
-            headers: (R, 6) int64 of the answer, see AnswerHeader.
 
         Raises:
             AssertionError: they differ.

@@ -49,7 +49,6 @@ def refuse_request(request: Any, limits: Limits, is_sparse: bool) -> None:
 
 
 def wants_beams(params: dict[str, Any]) -> bool:
-    """Whether sampling parameters ask for a search with several beams."""
     return (params.get("beam_width") or 1) != 1
 
 

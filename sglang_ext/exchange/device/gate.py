@@ -241,7 +241,6 @@ class DeviceGate(Gate):
             self._join()
 
     def _complete(self, index: int) -> None:
-        """Say that a message is complete."""
         gate.raise_flag(self.computed, index, self._steps[1:])
         if index == 0:
             self.begun.post(self._steps[1:])
