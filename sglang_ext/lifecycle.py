@@ -74,7 +74,7 @@ class SparseSequence:
         block: first pool row of its reserve block.
         reserved_tokens: cache-rank capacity set aside for what it holds alone.
         shipped: tokens sent in bulk so far.
-        exchanged: steps exchanged so far, counted until it has settled: sparse, all slots in use.
+        exchanged: steps exchanged so far.
         filled: slots in use in the step being computed.
         fresh_filled: slots that were in use in the last step, of groups that are answered for the
             step itself.

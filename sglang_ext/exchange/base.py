@@ -29,7 +29,7 @@ from cache_rank.protocol import (
     page_shape,
 )
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
-from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
+from sglang_ext.exchange.slots import ExchangedRow, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
 
 _LEAST_WAIT_SECONDS = 1e-3
@@ -129,15 +129,14 @@ class Exchange(ABC):
         """Whether the step waited long enough for answers to count as late."""
         return self.waited > LATE_SECONDS
 
-    def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
+    def announce(self, step: int, rows: list[ExchangedRow], traced: bool = False) -> None:
         """Tell the cache rank which requests a step exchanges, before its forward pass.
 
         Without requests, nothing is exchanged, and the answers to the step before are still
         applied.
         """
         if rows:
-            sequence_ids = [sequence.sequence_id for sequence in rows.sequences]
-            announced = list(map(Row, sequence_ids, rows.positions))
+            announced = [Row(row.sequence.sequence_id, row.position) for row in rows]
             self.connection.control.send(Step(step, announced, traced))
 
     @abstractmethod

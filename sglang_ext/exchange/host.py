@@ -23,7 +23,7 @@ from cache_rank.protocol import AnswerHeader, DownMessage, up_sizes
 from cache_rank.schedule import index_by_hidden, index_by_kv
 from sglang_ext.exchange.base import Exchange, ExchangeCounters, Gate
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
-from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
+from sglang_ext.exchange.slots import ExchangedRow, SlotBuffers, by_batch_row
 from sglang_ext.lifecycle import SparseSequence
 
 MAX_SHIPMENTS_UNDER_WAY = 4
@@ -74,7 +74,7 @@ class HostGate(Gate):
 @dataclasses.dataclass(slots=True)
 class _AnswerUnderWay:
     step: int
-    rows: ExchangedRows
+    rows: list[ExchangedRow]
     message: DownMessage
     same_step: bool
     pending: Pending
@@ -101,7 +101,8 @@ class HostExchange(Exchange):
         ]
         self.failure: Exception | None = None
         self._messages = MessageBuffers(config, staging, connection.link.buffers)
-        self._step, self._rows, self._traced = 0, ExchangedRows(), False
+        self._step, self._traced = 0, False
+        self._rows: list[ExchangedRow] = []
         self._is_complete = True
         self._batch_index = torch.empty(0, dtype=torch.int32)
         self._layer_messages = config.layer_messages
@@ -114,12 +115,12 @@ class HostExchange(Exchange):
         self._gate = gate
         gate.exchange = self
 
-    def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
+    def announce(self, step: int, rows: list[ExchangedRow], traced: bool = False) -> None:
         self._step, self._rows, self._traced = step, rows, traced
         self._is_complete = False
         self.waited = 0.0
-        batch = max(rows.batch_indices, default=-1) + 1
-        self._batch_index = torch.tensor(rows.by_batch_row(batch), dtype=torch.int32)
+        batch = 1 + max((row.batch_index for row in rows), default=-1)
+        self._batch_index = torch.tensor(by_batch_row(rows, batch), dtype=torch.int32)
         super().announce(step, rows, traced)
 
     def finish_step(self) -> None:
@@ -139,7 +140,8 @@ class HostExchange(Exchange):
     ) -> list[SparseSequence]:
         if step != self._step or self._is_complete:
             return []
-        return [sequence for sequence in sequences if sequence in self._rows.sequences]
+        exchanged = [row.sequence for row in self._rows]
+        return [sequence for sequence in sequences if sequence in exchanged]
 
     def spans(self) -> list[Span]:
         spans, self._spans = self._spans, []
@@ -237,11 +239,10 @@ class HostExchange(Exchange):
     def _apply(self, group: int, answer: _AnswerUnderWay) -> None:
         started = time.monotonic()
         message, rows, slots = answer.message, answer.rows, self._slots
-        first_rows, expected = [], rows.expected_headers(answer.step, answer.same_step)
-        for sequence, columns, wanted in zip(
-            rows.sequences, message.header.tolist(), expected, strict=True
-        ):
-            header = AnswerHeader(*columns)
+        expected = [row.expected_header(answer.step, answer.same_step) for row in rows]
+        first_rows = []
+        for row, columns, wanted in zip(rows, message.header.tolist(), expected, strict=True):
+            sequence, header = row.sequence, AnswerHeader(*columns)
             if sequence.ended:
                 first_rows.append(-1)
                 continue
