@@ -147,7 +147,8 @@ def main() -> None:
     if options.device == "cuda":
         prepare_environment(os.environ, args.cache_rank_address)
         placement = placement._replace(inference_device="cuda:0", cache_device="cuda:1")
-    rank = make_rank(args, Supervisor("cache-rank-0", placement, timeout=60.0))
+    supervisor = Supervisor("cache-rank-0", placement, timeout=60.0)
+    rank = make_rank(args, supervisor)
     found = {batch: percentiles(measure(rank, batch, options.steps)) for batch in options.batches}
     starts = []
     for _ in range(options.starts):
@@ -155,7 +156,7 @@ def main() -> None:
         fresh.open(rank.config)
         starts.append(fresh.start_seconds)
         fresh.close()
-    rank.close()
+    supervisor.close()
     table = table_of(
         {"batch": str(batch)} | {n.replace("_", " "): f"{us:.0f} µs" for n, us in row.items()}
         for batch, row in found.items()

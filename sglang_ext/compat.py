@@ -124,16 +124,9 @@ DESCRIBES_BUFFERS = IS_NEW
 """The KV pool of the new release checks that its buffers have no more rows than it hands out."""
 
 
-def _in_request(request: Any) -> Any:
-    return request
-
-
-def _in_record(request: Any) -> Any:
-    return request.kv
-
-
-pool_state: Callable[[Any], Any] = _in_record if IS_NEW else _in_request
-"""Return what holds a request's `req_pool_idx` and `cache_protected_len`: `kv` in the new one."""
+def pool_state(request: Any) -> Any:
+    """Return what holds a request's `req_pool_idx` and `cache_protected_len`."""
+    return request.kv if IS_NEW else request
 
 
 ASKS_FOR_DRAFTS_POOL = not IS_NEW

@@ -26,6 +26,7 @@ from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.lifecycle import Phase
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, model_shape, pools_of
+from sglang_ext.projections import watch_inputs
 from sglang_ext.recovery import CacheRankClient
 from sglang_ext.restoring import Restoring
 from sglang_ext.selection_weights import SelectionWeights
@@ -75,7 +76,8 @@ class InferenceRank:
         steps = self.config.draft_steps
         self.drafts = DraftNumber(steps, None) if steps else None
         if selection_weights is not None and selection_weights.forecasts:
-            selection_weights.watch(self.config.groups, self._on_input)
+            first_ones = [selection_weights.layers[group.start] for group in self.config.groups]
+            watch_inputs(first_ones, self._on_input)
         planner = StepPlanner(
             args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
         )
@@ -293,9 +295,6 @@ class InferenceRank:
             "steps": self._planner.steps,
             **self.metrics.state(),
         }
-
-    def close(self) -> None:
-        self._supervisor.close()
 
 
 _current: InferenceRank | None = None

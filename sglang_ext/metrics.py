@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from cache_rank.protocol import Report
 from sglang_ext.exchange.base import Exchange, ExchangeCounters
@@ -67,14 +69,6 @@ _DENSE_REASONS: tuple[DenseReason, ...] = (
 """These are counted, from zero on."""
 
 
-class _Totals(NamedTuple):
-    """What the log line gives by step: totals when the last line was written."""
-
-    steps: int
-    wait_seconds: float
-    tokens_shipped: int
-
-
 class CacheRankMetrics:
     """Counts what happens between the ranks, and exports it when SGLang exports metrics.
 
@@ -88,7 +82,7 @@ class CacheRankMetrics:
         self._log_interval = args.decode_log_interval
         self._steps_waited = 0
         self._wait_seconds = 0.0
-        self._logged = _Totals(0, 0.0, 0)
+        self._logged = (0, 0.0, 0)  # steps, their waits, tokens shipped: when a line was written
         self.counters = ExchangeCounters()
         self._exported = dict.fromkeys(_EXCHANGE_COUNTERS, 0)
         labels = {"residency": args.kv_residency}
@@ -131,14 +125,8 @@ class CacheRankMetrics:
 
     def state(self) -> dict[str, Any]:
         """Tell `/server_info` what was last reported, waited and exchanged."""
-        report = self._report
         return {
-            "tokens_held": report.tokens_held,
-            "bytes_held": report.bytes_held,
-            "tokens_kept": report.tokens_kept,
-            "sequences": report.sequences,
-            "overflow_tokens": report.overflow_tokens,
-            "refused_messages": report.refused_messages,
+            **msgspec.structs.asdict(self._report),
             "steps_waited": self._steps_waited,
             "wait_seconds": self._wait_seconds,
             **dataclasses.asdict(self.counters),
@@ -153,7 +141,7 @@ class CacheRankMetrics:
     def _log(self, step: int, sparse_requests: int) -> None:
         """Write a line about the steps since the last one."""
         before = self._logged
-        self._logged = _Totals(step, self._wait_seconds, self.counters.tokens_shipped)
+        self._logged = (step, self._wait_seconds, self.counters.tokens_shipped)
         steps, wait_seconds, tokens_shipped = (
             now - then for now, then in zip(self._logged, before, strict=True)
         )

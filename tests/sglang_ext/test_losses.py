@@ -132,7 +132,7 @@ def decoding() -> Iterator[Decoding]:
     with own_series():
         decoding = Decoding()
         yield decoding
-        decoding.rank.close()
+        decoding.supervisor.close()
 
 
 def test_a_loss_leaves_no_sparse_request_and_no_count_behind(decoding: Decoding) -> None:
