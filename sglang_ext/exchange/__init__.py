@@ -1,10 +1,11 @@
 """The inference rank's side of the exchange: what a decode step sends to the cache rank, and gets.
 
-Between CPUs (`host.py`) and between GPUs (`device/`) it has the same three parts:
+Between CPUs (`host.py`) and between GPUs (`device/`) it has the same parts, see `base.py`:
 
     gate        where the forward pass meets the exchange, layer group by layer group
-    transfers   what is sent, received and written into slots, for one connection
-    exchange    the host's accounts of it: announcements, counters, deadlines
+    exchange    one connection: announcements, prompts, counters, deadlines; between CPUs it sends,
+                receives and writes into slots itself
+    transfers   between GPUs queues that
 
 An answer is applied just before the attention of its layer group. With forecasts it is applied in
 the step that asked for it, some groups later. The first groups, for which no hidden state comes

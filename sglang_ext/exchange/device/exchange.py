@@ -20,7 +20,7 @@ from torch import Tensor
 from cache_rank.channels.transport import Pending, StreamPending
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.scatter import collect_tokens, copy_tokens
-from cache_rank.measure.timeline import Span
+from cache_rank.measure.timeline import Span, host_offset
 from cache_rank.protocol import bulk_shape
 from sglang_ext.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
@@ -262,7 +262,7 @@ class DeviceExchange(Exchange):
         self._read_clock()
         times, self._times = self._times, []
         spans = self._transfers.times.take_spans()
-        offset = self._gate.clock.host_offset()
+        offset = host_offset(self._slots.device)
         for step_times in times:
             spans += self._layer_spans(step_times, offset)
         return spans

@@ -25,7 +25,6 @@ twice, every message after it would be a step late.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import deque
 from itertools import pairwise
 from statistics import median
@@ -91,13 +90,6 @@ class StepClock:
         step = self._under_way.popleft()
         start, *layers = self._reported.entry(step).tolist()
         return StepTimes(step, start, layers)
-
-    def host_offset(self) -> int:
-        """Return the nanoseconds from a stamp to the host's monotonic clock; stops the device."""
-        stamp = torch.zeros(1, dtype=torch.int64, device=self.stamps.device)
-        pack.stamp(stamp, 0)
-        torch.cuda.current_stream().synchronize()
-        return time.monotonic_ns() - int(stamp)
 
     def waits(self, times: StepTimes) -> list[float]:
         """Return the seconds that each group of a step waited for its slots.

@@ -39,8 +39,6 @@ from sglang_ext.exchange.device.gate import DeviceGate
 from sglang_ext.exchange.pinned_ring import DeviceToHostRing, Field, HostToDeviceRing
 from sglang_ext.exchange.slots import ExchangedRow, SlotBuffers
 
-_UNTIMED = contextlib.nullcontext()
-
 
 class TransferTimes:
     """Times of what was queued on streams in traced steps: when it began and ended."""
@@ -58,26 +56,18 @@ class TransferTimes:
         """Whether the current step is traced."""
         return self._step is not None
 
+    @contextlib.contextmanager
     def of(
         self,
         name: str,
         group: int,
         stream: torch.cuda.Stream,
         after: torch.cuda.Event | None = None,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Time what is queued inside on a stream, from when an event has happened."""
-        step = self._step
-        return _UNTIMED if step is None else self._time(name, step, group, stream, after)
-
-    @contextlib.contextmanager
-    def _time(
-        self,
-        name: str,
-        step: int,
-        group: int,
-        stream: torch.cuda.Stream,
-        after: torch.cuda.Event | None,
     ) -> Iterator[None]:
+        """Time what is queued inside on a stream, from when an event has happened."""
+        if (step := self._step) is None:
+            yield
+            return
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if after is not None:
             stream.wait_event(after)
