@@ -60,7 +60,7 @@ class InferenceRank:
         supervisor: Supervisor,
         selection_weights: SelectionWeights | None,
     ) -> None:
-        """Open the cache rank for a loaded model, whose process has been spawned.
+        """Open the cache rank, whose process has been spawned, for a loaded model.
 
         Raises:
             CacheRankDownError: the cache rank did not start.

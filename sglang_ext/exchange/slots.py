@@ -87,17 +87,14 @@ class SlotBuffers:
             AssertionError: they differ.
         """
         for row, columns in zip(rows, headers.tolist(), strict=True):
-            sequence, filled = row.sequence, row.slots_filled(same_step)
-            if sequence.ended:
+            if row.sequence.ended:
                 continue
-            if self._checksum(group, sequence, filled) != AnswerHeader(*columns).checksum:
-                name = f"sequence {sequence.sequence_id} at {row.position}"
+            first = self.first_slot(row.sequence)
+            used = slice(first, first + row.slots_filled(same_step))
+            keys, values = (
+                torch.stack([tensor[used].transpose(0, 1) for tensor in part.tensors])
+                for part in self.groups[group]
+            )
+            if slots_checksum(keys, values) != AnswerHeader(*columns).checksum:
+                name = f"sequence {row.sequence.sequence_id} at {row.position}"
                 raise AssertionError(f"slots of {name} differ from the slot map")
-
-    def _checksum(self, group: int, sequence: SparseSequence, filled: int) -> int:
-        first = self.first_slot(sequence)
-        held = [
-            torch.stack([tensor[first : first + filled].transpose(0, 1) for tensor in part.tensors])
-            for part in self.groups[group]
-        ]
-        return slots_checksum(*held)

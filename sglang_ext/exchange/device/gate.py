@@ -78,11 +78,6 @@ class StepClock:
         """Leave out the steps whose stamps have not been read."""
         self._under_way.clear()
 
-    @property
-    def newest(self) -> int:
-        """The last step whose forward pass is known to have been computed."""
-        return self._reported.newest
-
     def completed(self) -> StepTimes | None:
         """Return the times of the oldest step whose stamps have arrived."""
         if not self._under_way or self._under_way[0] > self._reported.newest:
