@@ -29,7 +29,7 @@ class CacheRankAttnBackend(AroundDenseKernels):
         super().__init__(runner, kernels)
         self.needs_cpu_seq_lens = True
         self._rank = rank
-        self._is_captured = rank.device.type == "cuda"
+        self._on_gpu = rank.device.type == "cuda"
         self._sparse = ATTENTION_BACKENDS[kernels](_RunnerOverTable(runner, rank.table.table))
         self._plan: StepPlan | None = None
         self._sparse_view: Any = None
@@ -58,9 +58,9 @@ class CacheRankAttnBackend(AroundDenseKernels):
         self._plan = self._rank.decode_step.running
         if forward_batch.forward_mode.is_decode():
             self._rank.gate.begin_forward()
-        if self._rank.args.dense_layers or not self._is_captured:
+        if self._rank.args.dense_layers or not self._on_gpu:
             self._dense.init_forward_metadata(forward_batch)
-        if self._is_captured or self._plan is not None:
+        if self._on_gpu or self._plan is not None:
             self._sparse_view = self._view(forward_batch)
             self._sparse.init_forward_metadata(self._sparse_view)
 
@@ -89,7 +89,7 @@ class CacheRankAttnBackend(AroundDenseKernels):
     ) -> torch.Tensor:
         rank, plan = self._rank, self._plan
         sparse_layer = layer.layer_id - rank.args.dense_layers
-        if sparse_layer < 0 or (plan is None and not self._is_captured):
+        if sparse_layer < 0 or (plan is None and not self._on_gpu):
             return self._dense.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache, **kwargs
             )
@@ -107,7 +107,7 @@ class CacheRankAttnBackend(AroundDenseKernels):
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
         )
-        view = forward_batch if self._is_captured else self._sparse_view
+        view = forward_batch if self._on_gpu else self._sparse_view
         output = self._sparse.forward_decode(q, k, v, layer, view, save_kv_cache, **kwargs)
         if layer_in_group == len(rank.config.groups[group]) - 1:
             rank.gate.leave_group(group)
