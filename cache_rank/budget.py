@@ -32,11 +32,9 @@ class BudgetCurve(NamedTuple):
 
     @classmethod
     def flat(cls, budget: int) -> BudgetCurve:
-        """The same budget at every length."""
         return cls(0, budget, budget)
 
     def at(self, length: int) -> int:
-        """The budget of a request of so many tokens."""
         return min(max(self.least, int(self.factor * math.sqrt(length))), self.most)
 
     def of(self, lengths: Tensor) -> Tensor:

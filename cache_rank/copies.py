@@ -18,8 +18,6 @@ def upload(
     A stream other than the current one that uses them must be recorded on the first.
 
     Args:
-        tensors: host tensors of any dtypes and shapes.
-        device: the device that they are wanted on.
         into: uint8 memory of a GPU to copy to, in which tensors of the same shapes always lie at
             the same addresses. Without it, new memory is taken.
     """

@@ -39,7 +39,6 @@ class MessageBuffers:
         self._messages: dict[int, StepMessages] = {}
 
     def of(self, rows: int) -> StepMessages:
-        """Return the messages of a step of so many requests."""
         if rows not in self._messages:
             config = self._config
             ups = zip(config.layer_messages, self._ups, strict=True)

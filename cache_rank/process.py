@@ -24,23 +24,8 @@ from setproctitle import setproctitle
 from cache_rank.channels.control import ControlReceiver, ControlSender
 from cache_rank.channels.link import Link
 from cache_rank.channels.transport import CACHE
-from cache_rank.protocol import (
-    Adopt,
-    Drop,
-    End,
-    Flush,
-    KeyBasis,
-    Load,
-    Open,
-    Opened,
-    QueryProjection,
-    Ready,
-    Restore,
-    Share,
-    Step,
-    ToCacheRank,
-)
-from cache_rank.rank import CacheRank
+from cache_rank.protocol import Open, Opened, Ready, ToCacheRank
+from cache_rank.rank import CacheRank, OutOfPlaceError
 
 logger = logging.getLogger("cache_rank")
 
@@ -63,7 +48,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         report_endpoint: where the inference rank receives control messages.
         address: the address that the control and data channels bind to.
         device: the device of the tensors, as torch names it.
-        log_level: a name of the logging module.
     """
 
     name: str
@@ -71,7 +55,6 @@ class Launch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     report_endpoint: str
     address: str
     device: str = "cpu"
-    log_level: str = "INFO"
 
 
 def serve(launch: Launch) -> None:
@@ -88,8 +71,12 @@ def serve(launch: Launch) -> None:
     last_report = 0.0
     while True:
         message = control.receive(timeout=REPORT_SECONDS)
-        reason: str | None = None
-        if isinstance(message, Open) and rank is None:
+        if rank is not None and message is not None:
+            try:
+                rank.handle(message)
+            except OutOfPlaceError as error:
+                control.refuse(str(error))
+        elif isinstance(message, Open):
             device = torch.device(launch.device)
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # not before: it takes memory of the GPU
@@ -99,35 +86,9 @@ def serve(launch: Launch) -> None:
             reports.send(Opened(rank.selector.capacity_tokens, rank.selector.host_tokens))
             shape = msgspec.structs.replace(message.config.model, rotary_frequency=())
             logger.info("open: %s of %s", message.config.kv_residency, shape)
-        elif message is None or rank is None:
-            reason = f"{type(message).__name__} before Open" if message is not None else None
-        elif isinstance(message, Open):
-            reason = "second Open"
-        elif isinstance(message, Step):
-            reason = rank.step(message)
-        elif isinstance(message, Load):
-            reason = rank.load(message)
-        elif isinstance(message, Adopt):
-            reason = rank.adopt(message)
-        elif isinstance(message, Share):
-            reason = rank.share(message)
-        elif isinstance(message, Drop):
-            reason = rank.drop(message.names)
-        elif isinstance(message, Restore):
-            reason = rank.restore(message.names)
-        elif isinstance(message, QueryProjection):
-            reason = rank.load_projection(message)
-        elif isinstance(message, KeyBasis):
-            reason = rank.load_basis(message)
-        elif isinstance(message, End):
-            reason = rank.end(message.sequence_ids)
-        elif isinstance(message, Flush):
-            rank.flush()
-        if reason:
-            control.refuse(reason)
-        if rank is None:
-            continue
-        if time.monotonic() - last_report > REPORT_SECONDS:
+        elif message is not None:
+            control.refuse(f"{type(message).__name__} before Open")
+        if rank is not None and time.monotonic() - last_report > REPORT_SECONDS:
             last_report = time.monotonic()
             reports.send(rank.report(control.refused))
 
@@ -150,10 +111,9 @@ def _watch_parent() -> None:
 
 
 def main() -> None:
-    """Run until the parent goes away."""
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
     logging.basicConfig(
-        level=launch.log_level.upper(),
+        level=logging.INFO,
         format=f"[%(asctime)s {launch.name}] %(message)s",
         datefmt="%Y-%m-%d %H:%M:%S",
     )

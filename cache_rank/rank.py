@@ -24,14 +24,19 @@ from cache_rank.protocol import (
     NO_SEQUENCE,
     Adopt,
     DownMessage,
+    Drop,
+    End,
+    Flush,
     KeyBasis,
     Load,
     Open,
     QueryProjection,
     Report,
+    Restore,
     Row,
     Share,
     Step,
+    ToCacheRank,
     UpMessage,
     basis_shape,
     bulk_shape,
@@ -39,6 +44,7 @@ from cache_rank.protocol import (
     projection_shape,
 )
 from cache_rank.residency import memory_for_tokens
+from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector
 
@@ -53,8 +59,15 @@ PEER_SECONDS = 600.0
 compiling. The inference rank's death ends this process at once anyway."""
 
 
+class OutOfPlaceError(ValueError):
+    """A message that no inference rank sends, or not here: it is refused, and changes nothing."""
+
+
 class CacheRank:
-    """Serves one inference rank, from Open to the end of the process."""
+    """Serves one inference rank, from Open to the end of the process.
+
+    What it does for a message raises OutOfPlaceError.
+    """
 
     def __init__(self, message: Open, link: Link, device: torch.device) -> None:
         config = message.config
@@ -117,87 +130,99 @@ class CacheRank:
         if on_gpu:
             torch.cuda.synchronize(self._device)
 
-    def load(self, message: Load) -> str | None:
-        """Take over a bulk shipment; return the reason when it is refused.
+    def handle(self, message: ToCacheRank) -> None:
+        """Do what a message asks for that comes after Open."""
+        match message:
+            case Step():
+                self.step(message)
+            case Load():
+                self.load(message)
+            case Adopt():
+                self.adopt(message)
+            case Share():
+                self.share(message)
+            case Drop():
+                self.drop(message.names)
+            case Restore():
+                self.restore(message.names)
+            case QueryProjection():
+                self.load_projection(message)
+            case KeyBasis():
+                self.load_basis(message)
+            case End():
+                self.end(message.sequence_ids)
+            case Flush():
+                self.flush()
+            case Open():
+                raise OutOfPlaceError("second Open")
+
+    def load(self, message: Load) -> None:
+        """Take over a bulk shipment.
 
         The tensor of a refused shipment is received and dropped, so that the channel stays in step;
         only a size that no inference rank ships is refused before.
         """
         config, selector = self.config, self.selector
-        if not 0 < message.count <= selector.capacity_tokens:
-            return f"Load of {message.count} tokens, {selector.capacity_tokens} fit"
+        count, fit = message.count, selector.capacity_tokens
+        _require(0 < count <= fit, f"Load of {count} tokens, {fit} fit")
         shape = bulk_shape(config, message.count)
         with self._receive_bulk(shape, config.model.torch_dtype) as shipment:
-            return self._load(message, shipment)
+            sequence_id, start = message.sequence_id, message.start
+            sequence = self._live(sequence_id, "Load", begins=start == 0)
+            why = (
+                f"Load at {start} for sequence {sequence_id}, which holds {sequence.tokens} tokens"
+            )
+            _require(sequence.tokens == start, why)
+            selector.load(sequence, shipment)
+            self._loaded[sequence_id] = self._mark()
+            self._recorder.write("load", sequence_id=sequence_id, shipment=shipment)
 
-    def _load(self, message: Load, shipment: Tensor) -> str | None:
+    def _live(self, sequence_id: int, wanted_for: str, begins: bool) -> ResidentSequence:
+        """A live sequence, which begins now if it is new and may."""
+        what = f"{wanted_for} for sequence {sequence_id}"
+        if begins and sequence_id > self._last_sequence_id:
+            _require(not self.selector.is_full, f"{what}: {self.config.max_rows} are live")
+            self._last_sequence_id = sequence_id
+            return self.selector.begin(sequence_id)
+        _require(sequence_id in self.selector.sequences, f"{what}, which is not live")
+        return self.selector.sequences[sequence_id]
+
+    def adopt(self, message: Adopt) -> None:
+        """Let a sequence begin with pages that are there."""
         selector, sequence_id = self.selector, message.sequence_id
-        is_new = message.start == 0 and sequence_id > self._last_sequence_id
-        if is_new and not self._begin(sequence_id):
-            return f"Load for sequence {sequence_id}: {self.config.max_rows} sequences are live"
-        sequence = selector.sequences.get(sequence_id)
-        if sequence is None:
-            return f"Load for sequence {sequence_id}, which is not live"
-        if sequence.tokens != message.start:
-            held = sequence.tokens
-            return f"Load at {message.start} for sequence {sequence_id}, which holds {held} tokens"
-        selector.load(sequence, shipment)
-        self._loaded[sequence_id] = self._mark()
-        self._recorder.write("load", sequence_id=sequence_id, shipment=shipment)
-        return None
-
-    def _begin(self, sequence_id: int) -> bool:
-        """Begin a sequence, unless too many are live."""
-        if self.selector.is_full:
-            return False
-        self._last_sequence_id = sequence_id
-        self.selector.begin(sequence_id)
-        return True
-
-    def adopt(self, message: Adopt) -> str | None:
-        """Let a sequence begin with pages that are there; return the reason when it is refused."""
-        selector, sequence_id = self.selector, message.sequence_id
-        if sequence_id > self._last_sequence_id and not self._begin(sequence_id):
-            return f"Adopt for sequence {sequence_id}: {self.config.max_rows} sequences are live"
-        sequence = selector.sequences.get(sequence_id)
-        if sequence is None:
-            return f"Adopt for sequence {sequence_id}, which is not live"
-        if unknown := [name for name in message.names if name not in selector.named]:
-            return f"Adopt for sequence {sequence_id} of pages {unknown}, which there are not"
-        if sequence.pages:
-            return f"Adopt for sequence {sequence_id}, which holds {sequence.tokens} tokens"
+        sequence = self._live(sequence_id, "Adopt", begins=True)
+        unknown = [name for name in message.names if name not in selector.named]
+        what = f"Adopt for sequence {sequence_id}"
+        _require(not unknown, f"{what} of pages {unknown}, which there are not")
+        _require(not sequence.pages, f"{what}, which holds {sequence.tokens} tokens")
         with self._link.in_background():  # behind the shipments that the pages came with
             if self._device.type == "cuda":
                 # Steps of ended sequences may still write into the page that a copy gets.
                 torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
             selector.adopt(sequence, message.names)
             self._loaded[sequence_id] = self._mark()
-        return None
 
-    def share(self, message: Share) -> str | None:
-        """Name pages of a sequence; return the reason when it is refused."""
+    def share(self, message: Share) -> None:
+        """Name pages of a sequence."""
         selector, sequence_id, names = self.selector, message.sequence_id, message.names
-        sequence = selector.sequences.get(sequence_id)
-        if sequence is None:
-            return f"Share of sequence {sequence_id}, which is not live"
-        if residency.shared_tail(self.config) is None:
-            return f"Share of pages, which {self.config.kv_residency} does not"
-        if len({name for name in names if name not in selector.named}) < len(names):
-            return f"Share of sequence {sequence_id} by names {names}, some of which there are"
-        if not selector.may_share(sequence, names):
-            return f"Share of {len(names)} pages of sequence {sequence_id}, which are not complete"
+        sequence = self._live(sequence_id, "Share", begins=False)
+        shares, what = residency.shared_tail(self.config) is not None, f"Share of pages {names}"
+        _require(shares, f"{what}, which {self.config.kv_residency} does not")
+        are_new = not any(name in selector.named for name in names)
+        _require(are_new, f"{what}, some of which there are")
+        are_complete = selector.may_share(sequence, names)
+        _require(are_complete, f"{what} of sequence {sequence_id}, which are not complete")
         selector.share(sequence, names)
-        return None
 
-    def drop(self, names: Collection[int]) -> str | None:
-        """Forget names of pages; return the reason when some of them were not known."""
+    def drop(self, names: Collection[int]) -> None:
+        """Forget names of pages, as far as they are known."""
         known = {name for name in names if name in self.selector.named}
         self.selector.named.drop(known)
         unknown = sorted({*names} - known)
-        return f"Drop of pages {unknown}, which there are not" if unknown else None
+        _require(not unknown, f"Drop of pages {unknown}, which there are not")
 
-    def restore(self, names: Sequence[int]) -> str | None:
-        """Send pages back, packed; return the reason when some of the names were not known.
+    def restore(self, names: Sequence[int]) -> None:
+        """Send pages back, packed; none if some of the names are not known.
 
         A page is packed when the one before it is gone, or on a GPU on its way.
         """
@@ -211,36 +236,34 @@ class CacheRank:
                 self._rate.wait(packed.nbytes)
                 sent = self._link.bulk.send(packed)
             sent.wait(PEER_SECONDS)
-        return None if tokens else f"Restore of pages {names}, some of which there are not"
+        _require(tokens > 0, f"Restore of pages {names}, some of which there are not")
 
-    def load_projection(self, message: QueryProjection) -> str | None:
-        """Take over by what a layer's queries are forecast; return the reason when it is refused.
+    def load_projection(self, message: QueryProjection) -> None:
+        """Take over by what a layer's queries are forecast.
 
         Nothing is received for a layer that no inference rank sends.
         """
-        config = self.config
-        if not config.forecasts or not 0 <= message.layer < config.model.layers:
-            return f"QueryProjection of layer {message.layer}, which is not forecast"
+        config, layer = self.config, message.layer
+        is_forecast = config.forecasts and 0 <= layer < config.model.layers
+        _require(is_forecast, f"QueryProjection of layer {layer}, which is not forecast")
         dtype = config.model.torch_dtype
         with self._receive_bulk(projection_shape(config), dtype) as projection:
-            self.selector.load_projection(message.layer, projection)
+            self.selector.load_projection(layer, projection)
             self._received_of_layers = self._mark()
-            self._recorder.write("projection", layer=message.layer, projection=projection)
-        return None
+            self._recorder.write("projection", layer=layer, projection=projection)
 
-    def load_basis(self, message: KeyBasis) -> str | None:
-        """Take over how a layer's keys are sketched; return the reason when it is refused.
+    def load_basis(self, message: KeyBasis) -> None:
+        """Take over how a layer's keys are sketched.
 
         Nothing is received for a layer that no inference rank sends.
         """
-        config = self.config
-        if config.score_keys != "sketch" or not 0 <= message.layer < config.model.layers:
-            return f"KeyBasis of layer {message.layer}, which has no sketch"
+        config, layer = self.config, message.layer
+        is_sketched = config.score_keys == "sketch" and 0 <= layer < config.model.layers
+        _require(is_sketched, f"KeyBasis of layer {layer}, which has no sketch")
         with self._receive_bulk(basis_shape(config), torch.float32) as basis:
-            self.selector.load_basis(message.layer, basis)
+            self.selector.load_basis(layer, basis)
             self._received_of_layers = self._mark()
-            self._recorder.write("basis", layer=message.layer, basis=basis)
-        return None
+            self._recorder.write("basis", layer=layer, basis=basis)
 
     @contextlib.contextmanager
     def _receive_bulk(self, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
@@ -252,29 +275,27 @@ class CacheRank:
             self._link.bulk.receive(received, after).wait(PEER_SECONDS)
             yield received
 
-    def end(self, sequence_ids: Collection[int]) -> str | None:
-        """Forget sequences; return the reason when one of them was not live."""
+    def end(self, sequence_ids: Collection[int]) -> None:
+        """Forget sequences, as far as they are live."""
         for sequence_id in sequence_ids:
             # A load that is under way still writes into pages and strategies that others get next.
             self._wait_for_load(sequence_id)
-        unknown = [
-            sequence_id for sequence_id in sequence_ids if not self.selector.end(sequence_id)
-        ]
-        return f"End of sequences {unknown}, which are not live" if unknown else None
+        unknown = [each for each in sequence_ids if not self.selector.end(each)]
+        _require(not unknown, f"End of sequences {unknown}, which are not live")
 
     def flush(self) -> None:
         """Forget every sequence and every name."""
         self.end(list(self.selector.sequences))
         self.drop(list(self.selector.named))
 
-    def step(self, message: Step) -> str | None:
-        """Exchange one decode step; return the reason when rows of it were refused.
+    def step(self, message: Step) -> None:
+        """Exchange one decode step.
 
         A refused row gets an answer of no sequence, which changes nothing on the inference rank. A
         number of rows that no inference rank sends is refused before anything is received.
         """
-        if not 0 < len(message.rows) <= self.config.max_rows:
-            return f"Step of {len(message.rows)} rows, 1 to {self.config.max_rows} were agreed"
+        count, most = len(message.rows), self.config.max_rows
+        _require(0 < count <= most, f"Step of {count} rows, 1 to {most} were agreed")
         refused = self._refused_rows(message)
         for row in message.rows:
             self._wait_for_load(row.sequence_id)
@@ -283,7 +304,7 @@ class CacheRank:
             self._received_of_layers = None
         step = self.selector.begin_step(message.step, message.rows, refused.keys())
         self._timeline.enter_step(message.step, message.traced)
-        messages = self._messages.of(len(message.rows))
+        messages = self._messages.of(count)
         for index, (layer_message, up) in enumerate(
             zip(self._layer_messages, messages.up, strict=True)
         ):
@@ -297,7 +318,7 @@ class CacheRank:
             self._recorder.write_step(self.selector, step, layer_message, up)
         self.selector.end_step(step)
         self._last_step = max(self._last_step, message.step)
-        return "; ".join(refused.values()) or None
+        _require(not refused, "; ".join(refused.values()))
 
     def _wait_for_load(self, sequence_id: int) -> None:
         """Let the steps that follow wait, on the device, for the last load of a sequence."""
@@ -358,6 +379,11 @@ class CacheRank:
     def _mark(self) -> torch.cuda.Event | None:
         """An event behind what is queued; on a CPU, where nothing is, none."""
         return torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
+
+
+def _require(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise OutOfPlaceError(otherwise)
 
 
 def _free_memory(device: torch.device) -> int:

@@ -37,7 +37,6 @@ class ResidentSequence:
     fresh_filled: int = 0
 
     def advance(self, config: CacheRankConfig, position: int) -> None:
-        """Account for the step at `position`."""
         newest, before = position, position - 1
         if config.draft_steps:
             newest = before = self.tokens - 1

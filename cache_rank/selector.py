@@ -160,11 +160,9 @@ class Selector:
 
     @property
     def is_full(self) -> bool:
-        """Whether no further sequence can begin."""
         return not self._free_slots
 
     def begin(self, sequence_id: int) -> ResidentSequence:
-        """Begin a sequence, when not full."""
         slot = self._free_slots.pop()
         self._slot_map.tokens[slot].fill_(EMPTY)
         self.sequences[sequence_id] = ResidentSequence(sequence_id, slot)
@@ -190,7 +188,8 @@ class Selector:
                 return
             start, shipment = start + tail, shipment[:, :, tail:].contiguous()
         self._extend(sequence, sequence.tokens)
-        self._residency.load(self._pages_of(sequence), sequence.slot, start, shipment)
+        (pages,) = upload((self._pages_on_host(sequence),), self._device)
+        self._residency.load(pages, sequence.slot, start, shipment)
 
     def adopt(self, sequence: ResidentSequence, names: Sequence[int]) -> None:
         """Let a sequence that holds nothing begin with pages of these names."""
@@ -386,10 +385,6 @@ class Selector:
         sequence.pages += new
         pages = torch.tensor(new, dtype=torch.int32)
         self._slot_pages[sequence.slot, held : held + len(new)] = pages
-
-    def _pages_of(self, sequence: ResidentSequence) -> Tensor:
-        (pages,) = upload((self._pages_on_host(sequence),), self._device)
-        return pages
 
     def _pages_on_host(self, sequence: ResidentSequence) -> Tensor:
         return self._slot_pages[sequence.slot, : len(sequence.pages)]

@@ -31,6 +31,7 @@ from sglang_ext.exchange.connection import Placement
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.memory import reserve_rows
 from sglang_ext.pools import Pools
+from sglang_ext.reports import values_of
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 from sglang_ext.supervisor import Supervisor
 
@@ -104,7 +105,7 @@ def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float
         exchanged = time.perf_counter()
         rank.decode_step.end(plan)
         queued = time.perf_counter()
-        [request.cache_rank_statistics.as_tuple() for request in requests]
+        [values_of(request.cache_rank_statistics) for request in requests]
         ended = time.perf_counter()
         if on_gpu:
             torch.cuda.synchronize()
@@ -146,7 +147,8 @@ def main() -> None:
     if options.device == "cuda":
         prepare_environment(os.environ, args.cache_rank_address)
         placement = placement._replace(inference_device="cuda:0", cache_device="cuda:1")
-    rank = make_rank(args, Supervisor("cache-rank-0", placement, timeout=60.0))
+    supervisor = Supervisor("cache-rank-0", placement, timeout=60.0)
+    rank = make_rank(args, supervisor)
     found = {batch: percentiles(measure(rank, batch, options.steps)) for batch in options.batches}
     starts = []
     for _ in range(options.starts):
@@ -154,7 +156,7 @@ def main() -> None:
         fresh.open(rank.config)
         starts.append(fresh.start_seconds)
         fresh.close()
-    rank.close()
+    supervisor.close()
     table = table_of(
         {"batch": str(batch)} | {n.replace("_", " "): f"{us:.0f} µs" for n, us in row.items()}
         for batch, row in found.items()

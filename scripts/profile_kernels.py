@@ -32,11 +32,11 @@ from cache_rank.kernels.scatter.reference import layer_buffers
 from cache_rank.kernels.score import reference as torch_score
 from cache_rank.kernels.score import score_step, score_workspace
 from cache_rank.kernels.select import select_step, select_workspace
-from cache_rank.measure.timing import median_microseconds
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.command import make_parser
 from scripts.shared.report import number, table_of
 from scripts.speed.attention import attention_table, measure_attention
+from scripts.speed.timing import median_microseconds
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP_LAYERS = 6

@@ -20,8 +20,8 @@ class CacheRankAttnBackend(AroundDenseKernels):
 
     The first serves the dense layers. The second serves all others; for a dense request its rows
     are the true ones. On a CPU the first also serves every layer of a batch that no step plan
-    belongs to (warm-up runs), and of a step during which the cache rank was lost; on a GPU, where
-    the forward pass is a captured graph, the second always does.
+    belongs to (warm-up runs); on a GPU, where the forward pass is a captured graph, the second
+    always does.
     """
 
     def __init__(self, runner: Any, rank: InferenceRank) -> None:
@@ -29,7 +29,7 @@ class CacheRankAttnBackend(AroundDenseKernels):
         super().__init__(runner, kernels)
         self.needs_cpu_seq_lens = True
         self._rank = rank
-        self._is_captured = rank.device.type == "cuda"
+        self._on_gpu = rank.device.type == "cuda"
         self._sparse = ATTENTION_BACKENDS[kernels](_RunnerOverTable(runner, rank.table.table))
         self._plan: StepPlan | None = None
         self._sparse_view: Any = None
@@ -58,9 +58,9 @@ class CacheRankAttnBackend(AroundDenseKernels):
         self._plan = self._rank.decode_step.running
         if forward_batch.forward_mode.is_decode():
             self._rank.gate.begin_forward()
-        if self._rank.args.dense_layers or not self._is_captured:
+        if self._rank.args.dense_layers or not self._on_gpu:
             self._dense.init_forward_metadata(forward_batch)
-        if self._is_captured or self._plan is not None:
+        if self._on_gpu or self._plan is not None:
             self._sparse_view = self._view(forward_batch)
             self._sparse.init_forward_metadata(self._sparse_view)
 
@@ -89,7 +89,7 @@ class CacheRankAttnBackend(AroundDenseKernels):
     ) -> torch.Tensor:
         rank, plan = self._rank, self._plan
         sparse_layer = layer.layer_id - rank.args.dense_layers
-        if sparse_layer < 0 or (plan is None and not self._is_captured):
+        if sparse_layer < 0 or (plan is None and not self._on_gpu):
             return self._dense.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache, **kwargs
             )
@@ -107,12 +107,8 @@ class CacheRankAttnBackend(AroundDenseKernels):
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
         )
-        inner, view = self._sparse, forward_batch
-        if not self._is_captured:
-            view = self._sparse_view
-            if rank.falls_back:
-                inner, view = self._dense, forward_batch
-        output = inner.forward_decode(q, k, v, layer, view, save_kv_cache, **kwargs)
+        view = forward_batch if self._on_gpu else self._sparse_view
+        output = self._sparse.forward_decode(q, k, v, layer, view, save_kv_cache, **kwargs)
         if layer_in_group == len(rank.config.groups[group]) - 1:
             rank.gate.leave_group(group)
         return output

@@ -37,7 +37,6 @@ CONTEXT = 4096
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
     parser = make_parser("calibrate", __doc__)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder to write")

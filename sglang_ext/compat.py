@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import importlib.metadata
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -22,12 +22,6 @@ RELEASE = Version(importlib.metadata.version("sglang"))
 
 TESTED = ("0.5.16", "0.5.23")
 """These releases are tested, on CPUs and on GPUs; CONTRIBUTING.md says what was run with each."""
-
-
-def is_in(releases: Sequence[str]) -> bool:
-    """Whether the installed release is one of these; what leads up to one counts as it."""
-    return RELEASE.base_version in releases
-
 
 IS_NEW = Version(RELEASE.base_version) > Version("0.5.16")
 """Whether the installed release is the new one, or one that nobody has tested."""
@@ -130,16 +124,9 @@ DESCRIBES_BUFFERS = IS_NEW
 """The KV pool of the new release checks that its buffers have no more rows than it hands out."""
 
 
-def _in_request(request: Any) -> Any:
-    return request
-
-
-def _in_record(request: Any) -> Any:
-    return request.kv
-
-
-pool_state: Callable[[Any], Any] = _in_record if IS_NEW else _in_request
-"""Return what holds a request's `req_pool_idx` and `cache_protected_len`: `kv` in the new one."""
+def pool_state(request: Any) -> Any:
+    """Return what holds a request's `req_pool_idx` and `cache_protected_len`."""
+    return request.kv if IS_NEW else request
 
 
 ASKS_FOR_DRAFTS_POOL = not IS_NEW
@@ -287,34 +274,6 @@ WEIGHT_UPDATES = (
 """The calls after which the model may have other weights; in the new release one ends them all."""
 
 
-def load_weights(engine: Any, weights: Sequence[tuple[str, Tensor]]) -> None:
-    """Give the model of an engine other weights, by their names in a checkpoint.
-
-    The new release wants to be told before and after, and refuses them otherwise.
-
-    Raises:
-        RuntimeError: SGLang did not load them; says why.
-    """
-
-    def done(answer: tuple[bool, str]) -> None:
-        succeeded, why = answer
-        if not succeeded:
-            raise RuntimeError(f"SGLang did not load the weights: {why}")
-
-    if IS_NEW:
-        done(engine.begin_weight_update())
-    try:
-        done(engine.update_weights_from_tensor(list(weights)))
-    finally:
-        if IS_NEW:
-            done(engine.end_weight_update())
-
-
-def tokens_read(request: Any) -> int:
-    """Return how many tokens of a request are read when this step has ended."""
-    return int(request.extend_end if IS_NEW else request.extend_range.end)
-
-
 # The forward pass.
 
 
@@ -336,13 +295,7 @@ def set_real_tokens(batch: Any, tokens: int) -> None:
 
 
 def add_spec_logprobs(batch: Any, output: Any, tokens: Tensor, width: int) -> None:
-    """Add log-probabilities to a verification's output.
-
-    Args:
-        output: of the logits processor, of (B * width, vocabulary) logits.
-        tokens: (B * width,) that were drawn.
-        width: tokens of a request.
-    """
+    """Add log-probabilities to a verification's output, of (B * width,) tokens that were drawn."""
     from sglang.srt.layers import logprob_processor
 
     index = torch.arange(len(tokens), device=tokens.device).view(-1, width)
@@ -358,9 +311,6 @@ def translator_over(runner: Any, table: Tensor) -> Any:
     In the old release backends read the table of their runner, and there is nothing to return. In
     the new one flashinfer and triton ask the runner's translator, which has a table of its own;
     what it does to rows depends on the pool, and is the same for another table.
-
-    Args:
-        table: (request slots, width) int32 pool rows.
     """
     translator = copy.copy(getattr(runner, "kv_index_translator", None))
     if translator is not None:

@@ -45,7 +45,6 @@ class DecodeStep:
         metrics: CacheRankMetrics,
         tracer: Tracer | None,
     ) -> None:
-        """Put the parts of a step together."""
         self.running: StepPlan | None = None
         self._planner = planner
         self._gate = gate
@@ -90,7 +89,6 @@ class DecodeStep:
         return result, plan
 
     def plan(self, requests: list[Any], lengths: list[int]) -> StepPlan:
-        """Decide what every request does, and bring the working-set table up to date."""
         self._cache_rank.follow_supervisor()
         plan = self._planner.plan(requests, lengths, self._cache_rank.exchange is not None)
         plan.exchange = self._cache_rank.exchange
@@ -99,7 +97,6 @@ class DecodeStep:
         return plan
 
     def announce(self, plan: StepPlan) -> None:
-        """Tell the cache rank which requests the step exchanges."""
         traced = self._tracer is not None and self._tracer.wants(len(plan.sparse))
         self._cache_rank.call(lambda exchange: exchange.announce(plan.step, plan.rows, traced))
 
@@ -110,9 +107,9 @@ class DecodeStep:
         """
         self.running = None
         self._cache_rank.call(lambda exchange: exchange.finish_step())
-        for sequence, filled, fresh_filled in plan.unsettled:
-            sequence.exchanged += 1
-            sequence.filled, sequence.fresh_filled = filled, fresh_filled
+        for row in plan.rows:
+            row.sequence.exchanged += 1
+            row.sequence.filled, row.sequence.fresh_filled = row.filled_after, row.fresh_filled
         for sequence in plan.sparse:
             sequence.statistics.sparse_steps += 1
         if (exchange := self._cache_rank.exchange) is None:
@@ -124,14 +121,14 @@ class DecodeStep:
         for sequence, length in plan.shipping:
             self._shipping.advance(sequence, length)
         if self._eviction is not None and self._cache_rank.exchange is not None:
-            for sequence, position in zip(plan.rows.sequences, plan.rows.positions, strict=True):
-                if sequence.phase is Phase.SPARSE:
-                    self._eviction.note(sequence, position)
+            for row in plan.rows:
+                if row.sequence.phase is Phase.SPARSE:
+                    self._eviction.note(row.sequence, row.position)
 
     def _account(self, exchange: Exchange, plan: StepPlan) -> None:
         if exchange.was_late:
-            for sequence in plan.rows.sequences:
-                sequence.statistics.late_steps += 1
+            for row in plan.rows:
+                row.sequence.statistics.late_steps += 1
         self._metrics.on_step(plan.step, exchange, len(plan.sparse))
         if self._tracer is not None:
             self._tracer.write_when_done(exchange)

@@ -21,9 +21,6 @@ class AroundDenseKernels(AttentionBackend):
         self._dense = ATTENTION_BACKENDS[kernels](runner)
         self.needs_cpu_seq_lens = self._dense.needs_cpu_seq_lens
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self._dense.init_cuda_graph_state(max_bs, max_num_tokens)
-
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return int(self._dense.get_cuda_graph_seq_len_fill_value())
 
@@ -32,6 +29,3 @@ class AroundDenseKernels(AttentionBackend):
 
     def shared_read_ends(self, forward_mode: Any) -> Any:
         return compat.reads_until_the_stream_is_done()
-
-    def support_triton(self) -> bool:
-        return bool(self._dense.support_triton())

@@ -8,16 +8,16 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cache_rank.kernels.scatter import copy_tokens
 from cache_rank.kernels.scatter.reference import layer_buffers
 from sglang_ext import compat
+from sglang_ext.flags import CacheRankFlags
 from sglang_ext.lifecycle import SparseSequence
+from sglang_ext.memory import dense_store_rows, dense_store_rows_per_request, reserve_block_rows
+from sglang_ext.pools import Pools, first_reserve_row
 
 EVICTION_STRIDE = 64
 """Tokens of a request are evicted this many at a time: each time is some ten calls for the host."""
@@ -26,32 +26,16 @@ EVICTION_STRIDE = 64
 class DenseStore:
     """Rows in which dense layers hold tokens that have no pool row any more; see memory.py."""
 
-    def __init__(
-        self,
-        keys: Sequence[Tensor],
-        values: Sequence[Tensor],
-        first_block: int,
-        block_rows: int,
-        blocks: int,
-        rows_per_request: int,
-    ) -> None:
-        """Describe the rows.
-
-        Args:
-            keys, values: per dense layer (rows, Hkv, D); the last `blocks * rows_per_request` rows
-                are the store.
-            first_block: first row of the reserve.
-            block_rows: rows of a request in the reserve.
-            blocks: requests that have a block in the reserve.
-            rows_per_request: rows of a request in the store.
-        """
-        self._keys, self._values = layer_buffers(keys), layer_buffers(values)
-        self._first_block, self._block_rows = first_block, block_rows
-        self._first_row = keys[0].shape[0] - blocks * rows_per_request
-        self._rows_per_request = rows_per_request
+    def __init__(self, args: CacheRankFlags, pools: Pools) -> None:
+        self._keys = layer_buffers(pools.keys[: args.dense_layers])
+        self._values = layer_buffers(pools.values[: args.dense_layers])
+        self._first_block = first_reserve_row(pools, args)
+        self._block_rows = reserve_block_rows(args)
+        self._rows_per_request = dense_store_rows_per_request(args)
+        self._first_row = pools.keys[0].shape[0] - dense_store_rows(args)
         for count in (EVICTION_STRIDE, EVICTION_STRIDE + 1):  # so that no request waits to compile
-            row = torch.zeros(count, dtype=torch.int64, device=keys[0].device)
-            copy_tokens(self._keys, self._values, row, row)
+            row = torch.zeros(count, dtype=torch.int64, device=pools.keys[0].device)
+            self.copy(row, row)
 
     def rows_of(self, sequence: SparseSequence, start: int, stop: int) -> Tensor:
         """Return the rows of a request's tokens from start to stop: (stop - start,) int64."""
@@ -67,23 +51,10 @@ class DenseStore:
 class Eviction:
     """Takes tokens before the recent window of sparse requests out of SGLang's pool."""
 
-    def __init__(
-        self,
-        req_to_token: Tensor,
-        allocator: Any,
-        recent_tokens: int,
-        dense_store: DenseStore | None = None,
-    ) -> None:
-        """Free, through SGLang's allocator, rows that its own table names.
-
-        Args:
-            recent_tokens: newest tokens before the current one, which stay in the pool.
-            dense_store: holds evicted tokens for dense layers; None without any.
-        """
-        self._req_to_token = req_to_token
-        self._allocator = allocator
-        self._recent = recent_tokens
-        self._dense_store = dense_store
+    def __init__(self, args: CacheRankFlags, pools: Pools) -> None:
+        self._req_to_token, self._allocator = pools.req_to_token, pools.allocator
+        self._recent = args.recent_tokens
+        self._dense_store = DenseStore(args, pools) if args.dense_layers else None
         self._waiting: list[tuple[SparseSequence, int]] = []
 
     def note(self, sequence: SparseSequence, position: int) -> None:

@@ -22,10 +22,7 @@ class FirstLayer:
     """Writes K and V of the first layer, by the model's own modules and its weights of today."""
 
     def __init__(self, model: torch.nn.Module, keys: Tensor, values: Tensor) -> None:
-        """Find what makes them.
-
-        Args:
-            keys, values: the layer's buffers in the KV pool, (rows, Hkv, D).
+        """Find what makes them; the layer's buffers in the KV pool are (rows, Hkv, D).
 
         Raises:
             ValueError: the model is not known to be built so.

@@ -75,8 +75,8 @@ def process_result(
         original(scheduler, batch, result, *args, **kw)
         if rank is not None and not width:
             rank.on_prefilled(batch.reqs)
-        if drafts and drafting is not None:
-            drafting.on_verified(result.num_correct_drafts_per_req_cpu, drafts)
+        if drafts and drafting is not None and drafting.drafts is not None:
+            drafting.drafts.note(result.num_correct_drafts_per_req_cpu, drafts)
         return
     with rank.cache_rank.without_stale(plan):
         original(scheduler, batch, result, *args, **kw)

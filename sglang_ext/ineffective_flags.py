@@ -15,12 +15,7 @@ _LONGEST_FILL = 64
 
 
 def warn_ineffective_flags(args: CacheRankFlags, context_length: int) -> None:
-    """Warn of each setting that is without effect, or keeps requests dense.
-
-    Args:
-        args: the server's arguments, complete.
-        context_length: the most tokens of a request.
-    """
+    """Warn of each setting that is without effect, or keeps requests dense."""
     for objection in _ineffective(args, context_length):
         logger.warning("cache rank: %s", objection.message(args))
 
@@ -70,13 +65,7 @@ def _ineffective_with_a_cache_rank(args: CacheRankFlags) -> Iterator[Objection]:
 
 
 def warn_small_capacity(capacity_tokens: int, context_length: int) -> None:
-    """Warn that a request of unknown length does not fit on the cache rank.
-
-    Args:
-        capacity_tokens: how many tokens fit there.
-        context_length: the most tokens of a request, which is what one without `max_tokens`
-            reserves.
-    """
+    """Warn that a request of unknown length does not fit on the cache rank."""
     if capacity_tokens < context_length:
         logger.warning(
             "cache rank: %d tokens fit, and a request without max_tokens reserves %d, the context "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable
@@ -13,10 +12,11 @@ from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
 from cache_rank.config import ModelShape
+from cache_rank.protocol import End, Flush, KeyBasis, QueryProjection
 from cache_rank.residency import FORMATS, shared_tail
 from sglang_ext import compat, reuse
 from sglang_ext.decode_step import DecodeStep
-from sglang_ext.eviction import DenseStore, Eviction
+from sglang_ext.eviction import Eviction
 from sglang_ext.exchange import make_exchange, make_gate
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import Connection, Placement
@@ -24,9 +24,9 @@ from sglang_ext.first_layer import FirstLayer
 from sglang_ext.ineffective_flags import warn_small_capacity
 from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.lifecycle import Phase
-from sglang_ext.memory import dense_store_rows_per_request, reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
-from sglang_ext.pools import Pools, first_reserve_row, model_shape, pools_of
+from sglang_ext.pools import Pools, model_shape, pools_of
+from sglang_ext.projections import watch_inputs
 from sglang_ext.recovery import CacheRankClient
 from sglang_ext.restoring import Restoring
 from sglang_ext.selection_weights import SelectionWeights
@@ -60,12 +60,7 @@ class InferenceRank:
         supervisor: Supervisor,
         selection_weights: SelectionWeights | None,
     ) -> None:
-        """Open the cache rank for a loaded model.
-
-        Args:
-            model: shape of the sparse layers.
-            supervisor: its process has been spawned.
-            selection_weights: what the cache rank is told of layers, if it has to be told.
+        """Open the cache rank, whose process has been spawned, for a loaded model.
 
         Raises:
             CacheRankDownError: the cache rank did not start.
@@ -81,7 +76,8 @@ class InferenceRank:
         steps = self.config.draft_steps
         self.drafts = DraftNumber(steps, None) if steps else None
         if selection_weights is not None and selection_weights.forecasts:
-            selection_weights.watch(self.config.groups, self._on_input)
+            first_ones = [selection_weights.layers[group.start] for group in self.config.groups]
+            watch_inputs(first_ones, self._on_input)
         planner = StepPlanner(
             args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
         )
@@ -89,7 +85,7 @@ class InferenceRank:
         self.gate = make_gate(self.config, planner.numbers)
         self._planner = planner
         evicts = args.inference_kv == "working-set"
-        self.eviction = _eviction(args, pools, self.config.recent_tokens) if evicts else None
+        self.eviction = Eviction(args, pools) if evicts else None
         self.restoring: Restoring | None = None
         self._allocator = pools.allocator
         self._supervisor = supervisor
@@ -153,19 +149,13 @@ class InferenceRank:
         )
         self.cache_rank.call(lambda exchange: exchange.prepare_restore())
 
-    @property
-    def falls_back(self) -> bool:
-        """Whether a forward pass attends to everything, because the cache rank is down.
-
-        With `--inference-kv working-set` it cannot: its sparse requests are recomputed instead.
-        """
-        return self.eviction is None and not self.gate.is_open
-
     def _begin_exchange(self, connection: Connection) -> Exchange:
-        exchange = make_exchange(connection, self.config, self._planner.slots, self.gate)
+        slots, counters = self._planner.slots, self.metrics.counters
+        exchange = make_exchange(connection, self.config, slots, counters, self.gate)
         if self._selection_weights is not None and self._selection_weights.sketches:
             for layer in range(self.config.model.layers):
-                exchange.sketch(layer, self._selection_weights.basis(layer, self.device))
+                basis = self._selection_weights.basis(layer, self.device)
+                exchange.send_of_layer(KeyBasis(layer), basis)
         self._project(exchange)
         return exchange
 
@@ -176,7 +166,7 @@ class InferenceRank:
         for layer in range(self.config.model.layers):
             projection = self._selection_weights.projection(layer, self.config.model.torch_dtype)
             if projection is not None:
-                exchange.project(layer, projection)
+                exchange.send_of_layer(QueryProjection(layer), projection)
 
     def _on_input(self, group: int, hidden: Tensor, residual: Tensor | None, batch: Any) -> None:
         if not batch.forward_mode.is_decode():
@@ -187,7 +177,6 @@ class InferenceRank:
     # Steps.
 
     def run_other(self, requests: list[Any], forward: Callable[[], Result]) -> Result:
-        """Run a step that is no decode step."""
         if self.restoring is not None and self.device.type == "cuda":
             self.restoring.forward_stream = torch.cuda.current_stream()
         return forward()
@@ -221,15 +210,9 @@ class InferenceRank:
     def run_draft(
         self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]
     ) -> Result:
-        """Run a decode step of a round."""
         return self.decode_step.run(requests, lengths, forward)[0]
 
     run_dense = run_draft
-
-    def on_verified(self, accepted: list[int], drafts: int) -> None:
-        """Note how many drafts of each request a verification has confirmed."""
-        assert self.drafts is not None
-        self.drafts.note(accepted, drafts)
 
     # Events of the model.
 
@@ -266,8 +249,7 @@ class InferenceRank:
         sequence = self.lifecycle.end(row)
         self._note_if_none_is_live()
         if sequence is not None and not sequence.orphaned:
-            sequence_id = sequence.sequence_id
-            self.cache_rank.call(lambda exchange: exchange.end([sequence_id]))
+            self.cache_rank.tell(End([sequence.sequence_id]))
 
     def on_pool_cleared(self) -> None:
         """End all sequences, because SGLang empties its pools."""
@@ -275,7 +257,7 @@ class InferenceRank:
             self.lifecycle.end(row)
         self.lifecycle.forget_shared()
         self._note_if_none_is_live()
-        self.cache_rank.call(lambda exchange: exchange.flush())
+        self.cache_rank.tell(Flush())
 
     def _note_if_none_is_live(self) -> None:
         if not self.lifecycle.live:
@@ -320,28 +302,8 @@ class InferenceRank:
             "retractions": self.cache_rank.retractions,
             "drafts": self.drafts and self.drafts.state(),
             "steps": self._planner.steps,
-            **dataclasses.asdict(self.cache_rank.counters),
             **self.metrics.state(),
         }
-
-    def close(self) -> None:
-        """End the cache rank."""
-        self._supervisor.close()
-
-
-def _eviction(args: CacheRankServerArgs, pools: Pools, recent_tokens: int) -> Eviction:
-    """Make what evicts tokens, with a store for dense layers where there are any."""
-    store = None
-    if rows_per_request := dense_store_rows_per_request(args):
-        store = DenseStore(
-            pools.keys[: args.dense_layers],
-            pools.values[: args.dense_layers],
-            first_reserve_row(pools, args),
-            reserve_block_rows(args),
-            args.max_sparse_requests,
-            rows_per_request,
-        )
-    return Eviction(pools.req_to_token, pools.allocator, recent_tokens, store)
 
 
 _current: InferenceRank | None = None

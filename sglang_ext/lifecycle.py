@@ -64,18 +64,6 @@ class RequestStatistics:
     stale_steps: int = 0
     retractions: int = 0
 
-    def as_tuple(self) -> tuple[int | str | None, ...]:
-        """Return the values in the order of the fields."""
-        return (
-            self.sparse_steps,
-            self.dense_reason,
-            self.attended_tokens,
-            self.tokens_shipped,
-            self.late_steps,
-            self.stale_steps,
-            self.retractions,
-        )
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SparseSequence:
@@ -86,7 +74,7 @@ class SparseSequence:
         block: first pool row of its reserve block.
         reserved_tokens: cache-rank capacity set aside for what it holds alone.
         shipped: tokens sent in bulk so far.
-        exchanged: steps exchanged so far, counted until it has settled: sparse, all slots in use.
+        exchanged: steps exchanged so far.
         filled: slots in use in the step being computed.
         fresh_filled: slots that were in use in the last step, of groups that are answered for the
             step itself.
@@ -178,7 +166,6 @@ class Lifecycle:
         return sequence
 
     def end(self, row: int) -> SparseSequence | None:
-        """End the sequence on a request slot, if there is one."""
         sequence = self.live.pop(row, None)
         if sequence is not None:
             sequence.ended = True

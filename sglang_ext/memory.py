@@ -16,12 +16,10 @@ from sglang_ext.flags import CacheRankFlags
 
 
 def reserve_block_rows(args: CacheRankFlags) -> int:
-    """Return the pool rows of one request's block in the reserve."""
     return args.sink_tokens + args.budget_curve.most
 
 
 def reserve_rows(args: CacheRankFlags) -> int:
-    """Return the pool rows of the reserve."""
     return reserve_block_rows(args) * args.max_sparse_requests
 
 
@@ -38,11 +36,7 @@ def dense_store_rows(args: CacheRankFlags) -> int:
 
 
 def bytes_beyond_allocator(args: CacheRankFlags, layers: int, token_bytes: int) -> int:
-    """Return the bytes of all rows beyond those that SGLang's allocator hands out.
-
-    Args:
-        token_bytes: bytes of K and V of a token in one layer.
-    """
+    """Return the bytes of all rows beyond the allocator's; those of a token are of one layer."""
     return token_bytes * (layers * reserve_rows(args) + args.dense_layers * dense_store_rows(args))
 
 

@@ -7,9 +7,12 @@ process.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 from cache_rank.protocol import Report
 from sglang_ext.exchange.base import Exchange, ExchangeCounters
@@ -66,19 +69,12 @@ _DENSE_REASONS: tuple[DenseReason, ...] = (
 """These are counted, from zero on."""
 
 
-class _Totals(NamedTuple):
-    """What the log line gives by step: totals when the last line was written."""
-
-    steps: int
-    wait_seconds: float
-    tokens_shipped: int
-
-
 class CacheRankMetrics:
     """Counts what happens between the ranks, and exports it when SGLang exports metrics.
 
     Attributes:
         series: of these; whoever knows of a value that nothing else depends on, sets it there.
+        counters: exchanges add to them.
     """
 
     def __init__(self, args: CacheRankFlags, tp_rank: int) -> None:
@@ -86,8 +82,8 @@ class CacheRankMetrics:
         self._log_interval = args.decode_log_interval
         self._steps_waited = 0
         self._wait_seconds = 0.0
-        self._logged = _Totals(0, 0.0, 0)
-        self._counters = ExchangeCounters()
+        self._logged = (0, 0.0, 0)  # steps, their waits, tokens shipped: when a line was written
+        self.counters = ExchangeCounters()
         self._exported = dict.fromkeys(_EXCHANGE_COUNTERS, 0)
         labels = {"residency": args.kv_residency}
         self.series = Series(args, tp_rank, labels, _GAUGES, _COUNTERS, _DENSE_REASONS)
@@ -95,16 +91,7 @@ class CacheRankMetrics:
         text = "Time that a decode step waited for the cache rank"
         self._waits = self.series.histogram("step_wait_seconds", text, _WAIT_BUCKETS)
 
-    def on_connect(self, counters: ExchangeCounters, capacity_tokens: int) -> None:
-        """A new exchange begins: its counters are at zero, and count on from here."""
-        self.series.set("capacity_tokens", capacity_tokens)
-        self._export_counters()
-        self._counters = counters
-        self._exported = dict.fromkeys(_EXCHANGE_COUNTERS, 0)
-        self._logged = _Totals(self._logged.steps, self._wait_seconds, 0)
-
     def on_step(self, step: int, exchange: Exchange, sparse_requests: int) -> None:
-        """Count a step that was exchanged."""
         self._wait_seconds += exchange.waited
         self._steps_waited += exchange.was_late
         if self._waits is not None:
@@ -113,7 +100,7 @@ class CacheRankMetrics:
         if step % EXPORT_STEPS == 0:
             self._export_counters()
         if step % self._log_interval == 0:
-            self._log(step, exchange, sparse_requests)
+            self._log(step, sparse_requests)
 
     def on_report(self, report: Report | None) -> None:
         """The cache rank reported, or went down. Called in the supervisor's thread."""
@@ -133,36 +120,28 @@ class CacheRankMetrics:
         self.series.set("restart_delay_seconds", loss.restart_delay_seconds)
 
     def on_no_sparse_requests(self) -> None:
-        """No request is sparse any more."""
         self.series.set("sparse_requests", 0)
         self._export_counters()
 
     def state(self) -> dict[str, Any]:
-        """Tell `/server_info` what was last reported and waited."""
-        report = self._report
+        """Tell `/server_info` what was last reported, waited and exchanged."""
         return {
-            "tokens_held": report.tokens_held,
-            "bytes_held": report.bytes_held,
-            "tokens_kept": report.tokens_kept,
-            "tokens_on_host": report.tokens_on_host,
-            "sequences": report.sequences,
-            "overflow_tokens": report.overflow_tokens,
-            "refused_messages": report.refused_messages,
+            **msgspec.structs.asdict(self._report),
             "steps_waited": self._steps_waited,
             "wait_seconds": self._wait_seconds,
+            **dataclasses.asdict(self.counters),
         }
 
     def _export_counters(self) -> None:
-        """Export what was counted since the last time."""
         for name, last in self._exported.items():
-            value = getattr(self._counters, name)
+            value = getattr(self.counters, name)
             self.series.add(name, value - last)
             self._exported[name] = value
 
-    def _log(self, step: int, exchange: Exchange, sparse_requests: int) -> None:
+    def _log(self, step: int, sparse_requests: int) -> None:
         """Write a line about the steps since the last one."""
         before = self._logged
-        self._logged = _Totals(step, self._wait_seconds, exchange.counters.tokens_shipped)
+        self._logged = (step, self._wait_seconds, self.counters.tokens_shipped)
         steps, wait_seconds, tokens_shipped = (
             now - then for now, then in zip(self._logged, before, strict=True)
         )
@@ -188,12 +167,7 @@ class Series:
         counters: Mapping[str, str],
         reasons: Iterable[DenseReason],
     ) -> None:
-        """Create series; `sparse_requests` and the requests that stay dense begin at zero.
-
-        Args:
-            labels: values by name, beside those of all series.
-            gauges, counters: help texts by name.
-        """
+        """Create series; `sparse_requests` and the requests that stay dense begin at zero."""
         self._is_on = args.enable_metrics
         self._shown: dict[str, float] = {}
         if not self._is_on:
@@ -224,7 +198,6 @@ class Series:
             self._dense_requests.labels(**self._labels, reason=reason)
 
     def set(self, gauge: str, value: float) -> None:
-        """Set a gauge."""
         if self._is_on and self._shown.get(gauge) != value:
             self._gauges[gauge].set(value)
             self._shown[gauge] = value

@@ -38,7 +38,6 @@ HEADER = ("batch × context", "take", *(f"{name}, ms" for name in GPUS_TAKEN), "
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
     parser = make_parser("plan", __doc__)
     add = parser.add_argument
     add("--quantization", choices=["fp8"], help="of the weights; default: the model's own")

@@ -126,9 +126,6 @@ class Planner:
     ) -> None:
         """Read a model and the flags of a server, chosen or not.
 
-        Args:
-            quantization: of its weights, if not its own.
-
         Raises:
             ValueError: the model or the format cannot be estimated, or a flag is wrong.
         """

@@ -44,7 +44,6 @@ def assert_live() -> None:
 
 
 def _create_backend(runner: Any) -> Any:
-    """Create the decode attention backend of a model runner, for SGLang's registry."""
     from sglang_ext import inference_rank
     from sglang_ext.attention import CacheRankAttnBackend
     from sglang_ext.inline import starting

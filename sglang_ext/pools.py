@@ -60,7 +60,6 @@ def first_reserve_row(pools: Pools, args: CacheRankServerArgs) -> int:
 
 
 def attention_layers(runner: Any) -> list[Any]:
-    """SGLang's attention layers of a loaded model."""
     found = [part for part in runner.model.modules() if type(part).__name__ == "RadixAttention"]
     pool_layers = len(runner.token_to_kv_pool.k_buffer)
     if len(found) != pool_layers or found[0].qk_head_dim != found[0].v_head_dim:

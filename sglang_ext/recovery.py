@@ -2,8 +2,8 @@
 
 With `--inference-kv full` requests go on dense at once. With `working-set` the K and V of sparse
 requests are gone with the cache rank: they are retracted from the batch and computed again. So are,
-in either mode, requests that made a step without the answers that it waits for, which only happens
-on GPUs: the steps under way are let go, and what they say of these requests is not used.
+in either mode, requests that made a step without the answers that it waits for: the steps under way
+are let go, and what they say of these requests is not used.
 
 The result of the step that failed is still to be processed when requests are retracted, in the same
 turn of SGLang's event loop, and is skipped for them. They must not be admitted again before, so
@@ -18,8 +18,9 @@ from typing import Any
 
 from cache_rank.channels.control import ControlError
 from cache_rank.channels.transport import TransportError
+from cache_rank.protocol import Drop, End, Flush, Share
 from sglang_ext import compat
-from sglang_ext.exchange.base import Exchange, ExchangeCounters
+from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.lifecycle import Lifecycle, Phase
 from sglang_ext.metrics import CacheRankMetrics
@@ -63,17 +64,7 @@ class CacheRankClient:
         self._recomputes = recomputes
         self._drafts = drafts
         self._orphans: list[Any] = []
-        self._finished = ExchangeCounters()
         self._connect()
-
-    @property
-    def counters(self) -> ExchangeCounters:
-        """Totals over all connections."""
-        counters = ExchangeCounters()
-        counters.add(self._finished)
-        if self.exchange is not None:
-            counters.add(self.exchange.counters)
-        return counters
 
     def call(self, action: Callable[[Exchange], None]) -> None:
         """Do something with the cache rank, if it is up and stays up."""
@@ -83,6 +74,10 @@ class CacheRankClient:
             action(self.exchange)
         except (TransportError, ControlError, CacheRankDownError) as error:
             self._lose(str(error))
+
+    def tell(self, message: Share | Drop | End | Flush) -> None:
+        """Send a message that nothing follows, if the cache rank is up."""
+        self.call(lambda exchange: exchange.connection.control.send(message))
 
     def follow_supervisor(self) -> None:
         """Let go of a cache rank that has ended, and connect to one that has been started."""
@@ -118,7 +113,7 @@ class CacheRankClient:
         self.exchange = self._begin_exchange(connection)
         self._lifecycle.capacity_tokens = connection.capacity_tokens
         self._lifecycle.host_tokens = connection.host_tokens
-        self._metrics.on_connect(self.exchange.counters, connection.capacity_tokens)
+        self._metrics.series.set("capacity_tokens", connection.capacity_tokens)
 
     def _lose(self, reason: str) -> None:
         """Go on without a cache rank: dense at once, or with what must be recomputed marked."""
@@ -145,7 +140,6 @@ class CacheRankClient:
         """Let go of an exchange whose process has been ended."""
         self.exchange = None
         exchange.close()
-        self._finished.add(exchange.counters)
 
     # Requests that SGLang recomputes.
 

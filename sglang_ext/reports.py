@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any
 
 from sglang_ext.lifecycle import RequestStatistics, prepare_requests
 from sglang_ext.requests.bodies import CACHE_RANK
+
+_NAMES = [field.name for field in dataclasses.fields(RequestStatistics)]
+
+values_of = operator.attrgetter(*_NAMES)
+"""The values of statistics, in the order of their names."""
 
 
 def report(result: Any, requests: list[Any]) -> None:
     """Let a step's result carry what responses report so far, one entry a request."""
     prepare_requests(requests)
     info = result.logits_output.customized_info or {}
-    info[CACHE_RANK] = [request.cache_rank_statistics.as_tuple() for request in requests]
+    info[CACHE_RANK] = [values_of(request.cache_rank_statistics) for request in requests]
     result.logits_output.customized_info = info
 
 
@@ -31,5 +37,4 @@ def repeat(requests: list[Any], result: Any) -> None:
 def summary(per_token: list[tuple[int | float | str | None, ...] | None]) -> dict[str, Any]:
     """Return by name what the last token of a request that has statistics says."""
     last = next((values for values in reversed(per_token) if values is not None), None)
-    names = [field.name for field in dataclasses.fields(RequestStatistics)]
-    return dict(zip(names, last or RequestStatistics().as_tuple(), strict=True))
+    return dict(zip(_NAMES, last or values_of(RequestStatistics()), strict=True))

@@ -50,7 +50,6 @@ class RestartBackoff:
     """How long each restart is put off: three not at all, then 1, 2, 4 and so on seconds."""
 
     def __init__(self, longest: float = LONGEST_DELAY_SECONDS) -> None:
-        """Take the longest delay, in seconds."""
         self._longest = longest
         self._in_a_row = 0
         self._next = FIRST_DELAY_SECONDS

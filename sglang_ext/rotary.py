@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 
 class Rotary(NamedTuple):
@@ -17,46 +16,30 @@ class Rotary(NamedTuple):
     scale: float = 1.0
 
 
-def _linear(module: Any) -> Tensor:
-    (factor,) = module.scaling_factors
-    return _by_base(module) / factor
-
-
-def _dynamic(module: Any) -> Tensor:
+def _dynamic_base(module: Any) -> float:
     factor, dim = module.scaling_factor, module.rotary_dim
     # SGLang's table is that of its last position, whatever the length of a request.
     growth = (factor * factor - (factor - 1)) ** (dim / (dim - 2))
-    return _frequencies(module, module.base * growth)
+    return float(module.base * growth)
 
 
-def _dynamic_alpha(module: Any) -> Tensor:
+def _alpha_base(module: Any) -> float:
     dim = module.rotary_dim
-    return _frequencies(module, module.base * module.scaling_alpha ** (dim / (dim - 2)))
+    return float(module.base * module.scaling_alpha ** (dim / (dim - 2)))
 
 
-def _yarn(module: Any) -> Tensor:
-    return _frequencies(module, module.scaling_factor)
+_LINEAR = "LinearScalingRotaryEmbedding"
 
-
-def _by_base(module: Any) -> Tensor:
-    return _frequencies(module, module.base)
-
-
-def _frequencies(module: Any, argument: float) -> Tensor:
-    """SGLang's own, in float32: of what a base is for, or, of YaRN, a factor."""
-    found: Tensor = module._compute_inv_freq(argument)
-    return found
-
-
-_FREQUENCIES: dict[str, Callable[[Any], Tensor]] = {
-    "RotaryEmbedding": _by_base,
-    "LinearScalingRotaryEmbedding": _linear,
-    "DynamicNTKScalingRotaryEmbedding": _dynamic,
-    "DynamicNTKAlphaRotaryEmbedding": _dynamic_alpha,
-    "Llama3RotaryEmbedding": _by_base,
-    "YaRNScalingRotaryEmbedding": _yarn,
+_ARGUMENTS: dict[str, Callable[[Any], float]] = {
+    "RotaryEmbedding": lambda module: module.base,
+    _LINEAR: lambda module: module.base,
+    "DynamicNTKScalingRotaryEmbedding": _dynamic_base,
+    "DynamicNTKAlphaRotaryEmbedding": _alpha_base,
+    "Llama3RotaryEmbedding": lambda module: module.base,
+    "YaRNScalingRotaryEmbedding": lambda module: module.scaling_factor,
 }
-"""Those of SGLang's classes that rotate a token by its position alone, at one rate a pair."""
+"""What `_compute_inv_freq` takes of those of SGLang's classes that rotate a token by its position
+alone, at one rate a pair."""
 
 
 def rotary_of(model: torch.nn.Module) -> Rotary:
@@ -78,8 +61,11 @@ def rotary_of(model: torch.nn.Module) -> Rotary:
 
 def _read(module: Any) -> Rotary:
     kind = type(module).__name__
-    if kind not in _FREQUENCIES:
+    if kind not in _ARGUMENTS:
         raise ValueError(f"{kind} does not rotate by one frequency a pair, or is not known to")
-    frequency = _FREQUENCIES[kind](module)
+    frequency = module._compute_inv_freq(_ARGUMENTS[kind](module))
+    if kind == _LINEAR:
+        (factor,) = module.scaling_factors
+        frequency = frequency / factor
     scale = float(getattr(module, "mscale", 1.0))
     return Rotary(tuple(frequency.tolist()), not module.is_neox_style, scale)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +11,18 @@ from torch import Tensor
 from sglang_ext.calibration.files import Source, read, sources
 from sglang_ext.calibration.fitting import Correction
 from sglang_ext.calibration.key_statistics import KeyBasis
-from sglang_ext.projections import DecoderLayer, decoder_layers, projection_of, watch_inputs
+from sglang_ext.projections import DecoderLayer, decoder_layers, projection_of
 from sglang_ext.server_args import CacheRankServerArgs
 
 logger = logging.getLogger(__name__)
 
 
 class SelectionWeights:
-    """What the cache rank selects by; sparse layers are counted from the first sparse one."""
+    """What the cache rank selects by; sparse layers are counted from the first sparse one.
+
+    Attributes:
+        layers: the sparse ones, where queries are forecast.
+    """
 
     def __init__(self, model: torch.nn.Module, args: CacheRankServerArgs) -> None:
         """Read the layers, and the calibration if there is one.
@@ -32,13 +34,13 @@ class SelectionWeights:
         self.forecasts = args.query_predictor == "forecast"
         self.sketches = args.score_keys == "sketch"
         self._first = args.dense_layers
-        self._layers: list[DecoderLayer] = []
+        self.layers: list[DecoderLayer] = []
         self._sources: dict[int, Source] = {}
         if self.forecasts:
             layers = decoder_layers(model)
             schedule = (args.dense_layers, args.layers_per_group, args.forecast_lead)
             self._sources = sources(len(layers), *schedule)
-            self._layers = layers[self._first :]
+            self.layers = layers[self._first :]
         self._corrections: dict[int, Correction] = {}
         self._bases: dict[int, KeyBasis] = {}
         if args.calibration is not None:
@@ -49,14 +51,6 @@ class SelectionWeights:
                 "diverged two to three times as far from dense decoding as corrected ones, which "
                 "python -m sglang_ext.calibrate makes for --calibration"
             )
-
-    def watch(
-        self,
-        groups: Sequence[range],
-        watch: Callable[[int, Tensor, Tensor | None, Any], None],
-    ) -> None:
-        """Tell of every hidden state that enters a layer group; see `watch_inputs`."""
-        watch_inputs([self._layers[layers.start] for layers in groups], watch)
 
     def projection(self, layer: int, dtype: torch.dtype) -> Tensor | None:
         """What a sparse layer's queries are forecast by, (H + 2, Hq, D): see QueryProjection.
@@ -70,7 +64,7 @@ class SelectionWeights:
         is_before = self._sources[self._first + layer].is_before
         if is_before and correction is None:
             return None
-        projection = projection_of(self._layers[layer], torch.float32, is_before)
+        projection = projection_of(self.layers[layer], torch.float32, is_before)
         if correction is not None:
             left, right = (part.to(projection.device) for part in correction)
             projection[:-1] += (left @ right).view(projection[:-1].shape)

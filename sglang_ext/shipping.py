@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from cache_rank.pages import PAGE_TOKENS
+from cache_rank.protocol import Drop, End, Share
 from sglang_ext.lifecycle import Lifecycle, SparseSequence
 from sglang_ext.recovery import CacheRankClient
 
 
 class Shipping:
-    """Ships the prompts of one inference rank."""
-
     def __init__(
         self,
         cache_rank: CacheRankClient,
@@ -21,12 +20,7 @@ class Shipping:
         chunk_tokens: int,
         tail_tokens: int | None,
     ) -> None:
-        """Ship to a cache rank.
-
-        Args:
-            req_to_token: SGLang's table, (request slots, context length) int32 pool rows.
-            tail_tokens: see `residency.shared_tail`.
-        """
+        """Ship from SGLang's table; for `tail_tokens` see `residency.shared_tail`."""
         self._cache_rank = cache_rank
         self._lifecycle = lifecycle
         self._req_to_token = req_to_token
@@ -43,7 +37,7 @@ class Shipping:
             pool_rows = self._req_to_token[sequence.row, sequence.shipped : stop].to(torch.int64)
             self._cache_rank.call(lambda exchange: exchange.ship(sequence, pool_rows))
         if shares and not sequence.ended and (names := self._lifecycle.name_shipped(sequence)):
-            self._cache_rank.call(lambda exchange: exchange.share(sequence, names))
+            self._cache_rank.tell(Share(sequence.sequence_id, names))
 
     def drop_unused(self, everything: bool = False) -> None:
         """Tell the cache rank which pages are to go: those whose room is needed, or all."""
@@ -52,7 +46,7 @@ class Shipping:
         if everything:
             prompts.drop(prompts.tokens)
         if names := prompts.take_dropped():
-            self._cache_rank.call(lambda exchange: exchange.drop(names))
+            self._cache_rank.tell(Drop(names))
 
     def _take(self, sequence: SparseSequence) -> bool:
         """Let a request begin with what the cache rank has of it; whether it goes on from there.
@@ -72,7 +66,7 @@ class Shipping:
         if names is None:
             self._lifecycle.end(sequence.row)
             if prefix.announced:
-                self._cache_rank.call(lambda exchange: exchange.end([sequence.sequence_id]))
+                self._cache_rank.tell(End([sequence.sequence_id]))
             return False
         self.drop_unused()
         if names:

@@ -22,7 +22,7 @@ from sglang_ext import reuse
 from sglang_ext.compat import pool_state
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.pinned_ring import Field, HostToDeviceRing
-from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
+from sglang_ext.exchange.slots import ExchangedRow, SlotBuffers, by_batch_row
 from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
 from sglang_ext.memory import reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
@@ -44,8 +44,6 @@ class StepPlan:
         attended_lengths: per batch row, tokens that layers over the working-set table attend to.
         lengths: the same on a GPU, (max batch,) int64, 1 beyond the batch.
         sources, targets: per batch row, see WorkingSetTable.places_of_current_token.
-        unsettled: requests in the exchange that are still to turn sparse or to fill their slots,
-            and slots in use after the step: `filled` and `fresh_filled` of SparseSequence.
         shipping: requests whose prompt is being shipped, and their length.
         exchange: with the cache rank that was up when it was planned; None if none was.
     """
@@ -55,8 +53,7 @@ class StepPlan:
     lengths: Tensor | None = None
     sources: list[int] = dataclasses.field(default_factory=list)
     targets: list[int] = dataclasses.field(default_factory=list)
-    rows: ExchangedRows = dataclasses.field(default_factory=ExchangedRows)
-    unsettled: list[tuple[SparseSequence, int, int]] = dataclasses.field(default_factory=list)
+    rows: list[ExchangedRow] = dataclasses.field(default_factory=list)
     sparse: list[SparseSequence] = dataclasses.field(default_factory=list)
     shipping: list[tuple[SparseSequence, int]] = dataclasses.field(default_factory=list)
     exchange: Exchange | None = None
@@ -82,7 +79,7 @@ class StepPlanner:
         slots: where its sparse rows point to.
         numbers: what the kernels of a step read, if they bring the table up to date: `steps`, the
             step whose answers are awaited and the step's own number, `exchanged` as
-            ExchangedRows.by_batch_row, and `lengths`, `sources` and `targets` as in StepPlan.
+            by_batch_row, and `lengths`, `sources` and `targets` as in StepPlan.
         steps: how many steps have exchanged something.
     """
 
@@ -140,7 +137,6 @@ class StepPlanner:
         others are dense.
 
         Args:
-            requests: SGLang's Req objects, in batch order.
             lengths: of each, the current token included; those before it are verified.
             ship: ships what is verified of a sequence that has so many tokens; None in a round
                 without drafts, where none is exchanged.
@@ -179,12 +175,7 @@ class StepPlanner:
             self.table.forget(sequence.row)
 
     def plan(self, requests: Sequence[Any], lengths: Sequence[int], is_up: bool) -> StepPlan:
-        """Decide what every request of a decode step does.
-
-        Args:
-            requests: SGLang's Req objects, in batch order.
-            lengths: of each, the current token included.
-        """
+        """Decide what every request of a decode step does, see `DecodeStep.run`."""
         prepare_requests(requests)
         live, table, budget = self.lifecycle.live, self.table, self._config.sparse_budget
         drafts = self._config.draft_steps > 0
@@ -216,8 +207,7 @@ class StepPlanner:
                             newest = before = sequence.shipped - 1
                         filled = self._config.filled_after(newest, filled)
                         fresh = self._config.filled_after(before, sequence.fresh_filled)
-                        plan.unsettled.append((sequence, filled, fresh))
-                    plan.rows.add(sequence, index, position, filled, fresh)
+                    plan.rows.append(ExchangedRow(sequence, index, position, filled, fresh))
             plan.attended_lengths.append(length)
             source, target = table.places_of_current_token(slot, position, is_sparse)
             plan.sources.append(source)
@@ -235,11 +225,12 @@ class StepPlanner:
         """
         numbers = self.numbers
         if numbers is None:
-            self.table.add_in_host_memory(plan.sources, plan.targets)
+            places = torch.tensor((plan.sources, plan.targets), dtype=torch.int64)
+            self.table.add(*places)
             return
         numbers.write(
             steps=(awaited_step, plan.step),
-            exchanged=plan.rows.by_batch_row(len(plan.attended_lengths)),
+            exchanged=by_batch_row(plan.rows, len(plan.attended_lengths)),
             lengths=plan.attended_lengths,
             sources=plan.sources,
             targets=plan.targets,

@@ -31,13 +31,11 @@ class Tracer:
         self._sparse_steps = 0
 
     def wants(self, sparse_requests: int) -> bool:
-        """Say whether the step that begins is traced."""
         self._sparse_steps += sparse_requests > 0
         done = self._sparse_steps - WARM_UP_STEPS
         return sparse_requests > 0 and 0 < done <= self._steps
 
     def write_when_done(self, exchange: Exchange) -> None:
-        """Write the trace once all of its steps are over."""
         if self._sparse_steps == WARM_UP_STEPS + self._steps + _SETTLE_STEPS:
             self._sparse_steps += 1  # once
             self._file.write(exchange.spans())

@@ -18,7 +18,7 @@ head by head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -47,7 +47,6 @@ class Reserve:
         return self._first_row + self._free.pop() * self.block_rows
 
     def give_back(self, first_row: int) -> None:
-        """Free a block."""
         self._free.append((first_row - self._first_row) // self.block_rows)
 
 
@@ -74,9 +73,6 @@ class WorkingSetTable:
         self.table = self._flat_table[: self.nowhere].view(-1, width)
         self._copied: dict[int, int] = {}
         self._true_width, self._width = req_to_token.shape[1], width
-        self._in_host_memory: tuple[memoryview, memoryview] | None = None
-        if not req_to_token.is_cuda:
-            self._in_host_memory = self._flat_true.numpy().data, self._flat_table.numpy().data
 
     def sparse_length(self, filled_slots: int) -> int:
         """Return how many tokens a sparse request attends to."""
@@ -104,11 +100,7 @@ class WorkingSetTable:
         working_set[self._sinks + recent % self._ring] = self._true[row, recent]
 
     def begin_round(self, rows: Sequence[int], positions: Sequence[int]) -> None:
-        """Let sparse rows have the newest tokens, and the drafts to come: pool rows are taken.
-
-        Args:
-            positions: of the current token of each.
-        """
+        """Let sparse rows have the newest tokens, and the drafts to come: pool rows are taken."""
         (of_rows,) = upload((torch.tensor((rows, positions)),), self.table.device)
         newest = torch.arange(1 - self._ring, self._drafts, device=self.table.device)
         row, position = of_rows[0, :, None], of_rows[1, :, None] + newest
@@ -146,13 +138,6 @@ class WorkingSetTable:
         """
         current = self._flat_true.index_select(0, sources)
         self._flat_table.index_copy_(0, targets, current)
-
-    def add_in_host_memory(self, sources: Iterable[int], targets: Iterable[int]) -> None:
-        """Do what `add` does to tables of a CPU: torch would take far longer for so few numbers."""
-        assert self._in_host_memory is not None
-        true, table = self._in_host_memory
-        for source, target in zip(sources, targets, strict=True):
-            table[target] = true[source]
 
     def forget(self, row: int) -> None:
         """Forget a request slot, whose request has left it or is dense again."""

@@ -41,7 +41,6 @@ class RefusedFrameError(ValueError):
 
 
 def seal(secret: bytes, sequence: int, payload: bytes) -> bytes:
-    """Build a frame around a payload."""
     head = _HEAD.pack(_MAGIC, PROTOCOL_VERSION, sequence)
     return head + _tag(secret, head, payload) + payload
 
@@ -81,7 +80,6 @@ class ControlSender:
     """Sends messages in order; never blocks."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, secret: bytes) -> None:
-        """Connect to a receiver's endpoint."""
         self._socket = context.socket(zmq.PUSH)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(endpoint)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +15,14 @@ from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo, Work  # 
 from cache_rank.channels.transport import Pending, TransportError
 
 
+@contextlib.contextmanager
+def _transport_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(f"channel {name}: {error}") from error
+
+
 class GlooChannel:
     """A channel over TCP, for ranks that are CPU processes."""
 
@@ -21,15 +31,13 @@ class GlooChannel:
     ) -> None:
         self.name = name
         self._peer = 1 - rank
-        try:
+        with _transport_errors(name):
             store = PrefixStore(name, FileStore(rendezvous, 2))
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [ProcessGroupGloo.create_device(hostname=address)]
             options._timeout = timedelta(seconds=timeout)
             self._group: Any = ProcessGroupGloo(store, rank, 2, options)
-            self._authenticate(rank, secret, timeout)
-        except RuntimeError as error:
-            raise TransportError(f"channel {name}: {error}") from error
+        self._authenticate(rank, secret, timeout)
 
     def _authenticate(self, rank: int, secret: bytes, timeout: float) -> None:
         def proof(of_rank: int) -> Tensor:
@@ -46,18 +54,14 @@ class GlooChannel:
     def send(
         self, tensor: Tensor, after: torch.cuda.Event | None = None, buffer_index: int = 0
     ) -> Pending:
-        try:
+        with _transport_errors(self.name):
             return _GlooPending(self.name, tensor, self._group.send([tensor], self._peer, 0))
-        except RuntimeError as error:
-            raise TransportError(f"channel {self.name}: {error}") from error
 
     def receive(
         self, tensor: Tensor, after: torch.cuda.Event | None = None, buffer_index: int = 0
     ) -> Pending:
-        try:
+        with _transport_errors(self.name):
             return _GlooPending(self.name, tensor, self._group.recv([tensor], self._peer, 0))
-        except RuntimeError as error:
-            raise TransportError(f"channel {self.name}: {error}") from error
 
     def abort(self) -> None:
         """Nothing to do: gloo notices by itself that its peer is gone."""
@@ -76,7 +80,5 @@ class _GlooPending:
         return self._work.is_completed()
 
     def wait(self, timeout: float) -> None:
-        try:
+        with _transport_errors(self._name):
             self._work.wait(timedelta(seconds=timeout))
-        except RuntimeError as error:
-            raise TransportError(f"channel {self._name}: {error}") from error

@@ -151,7 +151,6 @@ def make_rendezvous(backend: TransferBackend, folder: str) -> dict[str, bytes]:
 def transfer_backend(
     wanted: Literal["auto", "peer", "nccl"], inference: torch.device, cache: torch.device
 ) -> TransferBackend:
-    """Choose what carries the steps between two devices."""
     if inference.type != "cuda":
         return "gloo"
     if wanted != "auto":

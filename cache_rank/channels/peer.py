@@ -196,8 +196,6 @@ class PeerChannel:
         """Form the channel; both ranks call this at about the same time.
 
         Args:
-            name: the channel's name, for error messages.
-            device: this rank's GPU.
             sends, receives: bytes of the buffers to send into and to receive into.
             exchange: gives the peer some bytes, and returns those that it gives at the same time.
 

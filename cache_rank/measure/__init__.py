@@ -1,1 +1,1 @@
-"""Measures what the cache rank does: the recall of selections, recordings, timelines."""
+"""What the cache rank did: recordings and timelines."""

@@ -1,15 +1,13 @@
 """Records what the cache rank received and chose, for comparison with the synchronous reference.
 
 Set CACHE_RANK_RECORD to a folder to record; every event becomes one numbered file there, which
-`read_events` reads back.
+`scripts/shared/recordings.py` reads back.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import msgspec
@@ -22,32 +20,6 @@ from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector, SelectorStep
 
 RECORD_VARIABLE = "CACHE_RANK_RECORD"
-
-_KINDS = ("config", "load", "projection", "basis", "step")
-
-
-def read_events(folder: Path) -> Iterator[dict[str, Any]]:
-    """Read what `Recorder` wrote, in order, to the CPU. No code of the files is run.
-
-    The first event holds the `config` by which all others were.
-
-    Raises:
-        ValueError: one of them is no event.
-    """
-    return map(_read_event, sorted(folder.glob("*.pt")))
-
-
-def _read_event(path: Path) -> dict[str, Any]:
-    try:
-        with torch.serialization.safe_globals([range]):
-            event = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path}: not an event of a recording ({error})") from None
-    if not isinstance(event, dict) or event.get("kind") not in _KINDS:
-        raise ValueError(f"{path}: not an event of a recording")
-    if event["kind"] == "config":
-        event["config"] = msgspec.convert(event["config"], CacheRankConfig)
-    return event
 
 
 class Recorder:

@@ -56,7 +56,6 @@ class TraceFile:
             file.write("[\n")
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Append spans."""
         lines = [
             json.dumps(
                 {
@@ -116,7 +115,7 @@ class Timeline:
         if self._file is None or not self._traced:
             return
         traced, self._traced = self._traced, []
-        offset = self._host_offset()
+        offset = host_offset(self._stamps.device)
         for step, stamps in traced:
             for index, times in enumerate(stamps.tolist()):
                 marks = [
@@ -129,11 +128,12 @@ class Timeline:
                     for (_, start), (part, stop) in pairwise(marks)
                 )
 
-    def _host_offset(self) -> int:
-        """The nanoseconds from a stamp to the host's monotonic clock; stops the device."""
-        if not self._stamps.is_cuda:
-            return 0
-        now = torch.zeros(1, dtype=torch.int64, device=self._stamps.device)
-        stamp(now, 0)
-        torch.cuda.synchronize()
-        return time.monotonic_ns() - int(now)
+
+def host_offset(device: torch.device) -> int:
+    """The nanoseconds from a stamp to the host's monotonic clock; stops the device."""
+    if device.type != "cuda":
+        return 0
+    now = torch.zeros(1, dtype=torch.int64, device=device)
+    stamp(now, 0)
+    torch.cuda.current_stream().synchronize()
+    return time.monotonic_ns() - int(now)

@@ -17,7 +17,6 @@ class Between(NamedTuple):
     whole: bool = False
 
     def accepts(self, value: OptionValue) -> bool:
-        """Whether `value` is such a number."""
         if isinstance(value, str) or not self.least <= value <= self.most:
             return False
         return not self.whole or value == int(value)
@@ -36,7 +35,6 @@ class OneOf(NamedTuple):
         return self.choices[0]
 
     def accepts(self, value: OptionValue) -> bool:
-        """Whether `value` is a choice."""
         return value in self.choices
 
     def __str__(self) -> str:

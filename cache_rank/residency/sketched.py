@@ -28,7 +28,6 @@ from cache_rank.pages import PAGE_TOKENS
 
 
 def shape_of(config: CacheRankConfig) -> SketchShape:
-    """The channels that are coded."""
     return sketch_shape(config.model.head_dim, config.sketch_bits)
 
 
@@ -115,7 +114,6 @@ class KeySketches:
         )
 
     def score_workspace(self, rows: int, layers: int, capacity: int) -> SketchWorkspace:
-        """See `Residency.score_workspace`."""
         model = self._config.model
         sizes = (rows, layers, model.kv_heads, model.query_heads // model.kv_heads)
         scores = score_workspace(*sizes, capacity, self.codes.device)

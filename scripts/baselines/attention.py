@@ -48,6 +48,9 @@ class BaselineAttnBackend(AroundDenseKernels):
         self._schedule: Tensor | None = None
         self._query_starts: Tensor | None = None
 
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self._dense.init_cuda_graph_state(max_bs, max_num_tokens)
+
     def init_forward_metadata(self, forward_batch: Any) -> None:
         if self._dense_layers or not forward_batch.forward_mode.is_decode_or_idle():
             self._dense.init_forward_metadata(forward_batch)

@@ -11,8 +11,8 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.kernels.select.reference import top_tokens
-from cache_rank.measure.recall import measure_recall
 from cache_rank.pages import PAGE_TOKENS
+from scripts.formats.recall import measure_recall
 from scripts.shared.recordings import Recorded
 
 

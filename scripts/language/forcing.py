@@ -55,7 +55,8 @@ class ForcedTokens(CustomLogitProcessor):
 
 def _reads_prompt(request: Any) -> bool:
     """Whether more of the prompt is to come: SGLang samples after each chunk of it."""
-    return compat.tokens_read(request) < len(request.origin_input_ids)
+    read = request.extend_end if compat.IS_NEW else request.extend_range.end
+    return int(read) < len(request.origin_input_ids)
 
 
 class Forced(NamedTuple):

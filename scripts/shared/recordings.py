@@ -4,15 +4,42 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.measure.recording import read_events
+
+_KINDS = ("config", "load", "projection", "basis", "step")
+
+
+def read_events(folder: Path) -> Iterator[dict[str, Any]]:
+    """Read what a cache rank wrote, in order, to the CPU. No code of the files is run.
+
+    The first event holds the `config` by which all others were.
+
+    Raises:
+        ValueError: one of them is no event.
+    """
+    return map(_read_event, sorted(folder.glob("*.pt")))
+
+
+def _read_event(path: Path) -> dict[str, Any]:
+    try:
+        with torch.serialization.safe_globals([range]):
+            event = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
+        raise ValueError(f"{path}: not an event of a recording ({error})") from None
+    if not isinstance(event, dict) or event.get("kind") not in _KINDS:
+        raise ValueError(f"{path}: not an event of a recording")
+    if event["kind"] == "config":
+        event["config"] = msgspec.convert(event["config"], CacheRankConfig)
+    return event
 
 
 class Recorded(NamedTuple):

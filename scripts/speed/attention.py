@@ -18,9 +18,9 @@ from cache_rank.kernels.hack.reference import HackCodec
 from cache_rank.kernels.quantspec.reference import GROUP as QUANTSPEC_GROUP
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
-from cache_rank.measure.timing import median_microseconds
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.report import number, percent, table_of
+from scripts.speed.timing import median_microseconds
 
 SHAPES = ((8, 8192), (8, 32768), (8, 131072), (1, 262144))
 """Requests, and the tokens of each."""

@@ -22,7 +22,6 @@ class Collector:
     """
 
     def __init__(self, layers: Sequence[DecoderLayer], sources: Mapping[int, Source]) -> None:
-        """Watch a loaded model."""
         self.equations: dict[int, NormalEquations] = {}
         self._layers, self._sources = layers, sources
         self._grams: dict[int, Tensor] = {}
@@ -86,7 +85,6 @@ class KeyCollector:
     """Moments of the queries and keys of layers, of what a model prefills until it is stopped."""
 
     def __init__(self, layers: Sequence[DecoderLayer], first: int) -> None:
-        """Watch the attention of a loaded model from a layer on."""
         self.moments: dict[int, KeyMoments] = {}
         self._is_on = True
         for layer in range(first, len(layers)):
@@ -96,7 +94,6 @@ class KeyCollector:
         self._layers = layers
 
     def stop(self) -> None:
-        """Collect no more."""
         self._is_on = False
 
     def _on_attention(

@@ -102,7 +102,6 @@ class Calibration(NamedTuple):
 
 
 def write(folder: Path, calibration: Calibration) -> None:
-    """Write a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"{layer}.{side}": getattr(correction, side).to("cpu", torch.bfloat16).contiguous()

@@ -17,7 +17,7 @@ from sglang_ext.calibration.files import Calibration, Card, Fit, sources, write
 from sglang_ext.calibration.fitting import Correction, NormalEquations, fit
 from sglang_ext.calibration.key_statistics import KeyBasis, key_basis
 from sglang_ext.pools import model_shape
-from sglang_ext.projections import decoder_layers, projection_of
+from sglang_ext.projections import DecoderLayer, decoder_layers, projection_of
 
 
 class Schedule(msgspec.Struct, frozen=True):
@@ -41,8 +41,6 @@ class _Fitted(NamedTuple):
 
 
 class Calibrating:
-    """The calibration of one model."""
-
     def __init__(self, runner: Any, schedule: Schedule) -> None:
         """Collect what a model prefills from now on.
 
@@ -65,16 +63,16 @@ class Calibrating:
         self._key_collector.stop()
         bases = {layer: key_basis(held) for layer, held in self._key_collector.moments.items()}
         plain = {
-            layer: projection_of(self._layers[layer], torch.float32, source.is_before)
+            layer: _flat_projection(self._layers[layer], source.is_before)
             for layer, source in self._sources.items()
         }
         corrections = {
-            layer: fit(equations[layer], _flat(projection), rank, ridge)
+            layer: fit(equations[layer], projection, rank, ridge)
             for layer, projection in plain.items()
         }
-        corrected = {layer: projection.clone() for layer, projection in plain.items()}
-        for layer, projection in corrected.items():
-            _flat(projection).copy_(corrections[layer].added_to(_flat(projection)))
+        corrected = {
+            layer: corrections[layer].added_to(projection) for layer, projection in plain.items()
+        }
         self._fitted = _Fitted(rank, ridge, equations, plain, corrections, corrected, bases)
 
     def finish(self, folder: Path, described: Described) -> None:
@@ -84,7 +82,7 @@ class Calibrating:
         fits: dict[int, Fit] = {}
         for layer, source in self._sources.items():
             shares = {
-                name: equations[layer].unexplained(_flat(projections[layer]))
+                name: equations[layer].unexplained(projections[layer])
                 for name, equations, projections in (
                     ("plain", fitted.equations, fitted.plain),
                     ("fitted", fitted.equations, fitted.corrected),
@@ -121,9 +119,9 @@ class Described(msgspec.Struct, frozen=True):
     held_out: dict[str, str]
 
 
-def _flat(projection: torch.Tensor) -> torch.Tensor:
+def _flat_projection(layer: DecoderLayer, is_before: bool) -> torch.Tensor:
     """A layer's projection and constant without its query norm, (H + 1, N) float32."""
-    return projection[:-1].flatten(1)
+    return projection_of(layer, torch.float32, is_before)[:-1].flatten(1)
 
 
 _calibrating: Calibrating | None = None
@@ -138,7 +136,6 @@ def begin_calibration(scheduler: Any, schedule: str) -> None:
 
 @torch.no_grad()
 def fit_calibration(scheduler: Any, rank: int, ridge: float) -> None:
-    """See `Calibrating.fit`."""
     assert _calibrating is not None
     _calibrating.fit(rank, ridge)
 

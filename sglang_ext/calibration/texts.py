@@ -24,7 +24,6 @@ class Text(msgspec.Struct, frozen=True):
     """
 
     name: str
-    kind: str
     path: str
     package: str = ""
 
@@ -45,7 +44,6 @@ class Text(msgspec.Struct, frozen=True):
 
     @property
     def sha256(self) -> str:
-        """The hash of the text in UTF-8."""
         return hashlib.sha256(self.read().encode()).hexdigest()
 
     def _locate(self) -> Path:
@@ -78,18 +76,18 @@ _KERNEL = "torch/include/ATen/native/transformers/cuda/mem_eff_attention/kernel_
 TEXTS = {
     text.name: text
     for text in (
-        Text("opticks", "prose of 1704", _OPTICKS, "apache-tvm-ffi"),
-        Text("definitions", "dictionary", _DEFINITIONS, "timm"),
-        Text("image-models", "release notes", "timm-*.dist-info/METADATA", "timm"),
-        Text("regex", "documentation", "regex-*.dist-info/METADATA", "regex"),
-        Text("cuda-licence", "contract", _LICENCE, "nvidia-cublas"),
-        Text("transformer", "Python, half of it documentation", _TRANSFORMER, "torch"),
-        Text("distributions", "Python", "scipy/stats/_distn_infrastructure.py", "scipy"),
-        Text("special-functions", "C++", "torch/include/ATen/native/Math.h", "torch"),
-        Text("tensors", "reference", "torch/_torch_docs.py", "torch"),
-        Text("attention-kernel", "CUDA", _KERNEL, "torch"),
-        Text("derivatives", "YAML", "torchgen/packaged/autograd/derivatives.yaml", "torch"),
-        Text("graph-breaks", "JSON", "torch/_dynamo/graph_break_registry.json", "torch"),
+        Text("opticks", _OPTICKS, "apache-tvm-ffi"),
+        Text("definitions", _DEFINITIONS, "timm"),
+        Text("image-models", "timm-*.dist-info/METADATA", "timm"),
+        Text("regex", "regex-*.dist-info/METADATA", "regex"),
+        Text("cuda-licence", _LICENCE, "nvidia-cublas"),
+        Text("transformer", _TRANSFORMER, "torch"),
+        Text("distributions", "scipy/stats/_distn_infrastructure.py", "scipy"),
+        Text("special-functions", "torch/include/ATen/native/Math.h", "torch"),
+        Text("tensors", "torch/_torch_docs.py", "torch"),
+        Text("attention-kernel", _KERNEL, "torch"),
+        Text("derivatives", "torchgen/packaged/autograd/derivatives.yaml", "torch"),
+        Text("graph-breaks", "torch/_dynamo/graph_break_registry.json", "torch"),
     )
 }
 """Each has 12,000 tokens of SmolLM2 or more."""
@@ -98,12 +96,12 @@ CALIBRATION_TEXTS = {
     text.name: text
     for text in (
         *(TEXTS[name] for name in ("tensors", "attention-kernel", "derivatives", "graph-breaks")),
-        Text("python", "reference", pydoc_data.topics.__file__),
-        Text("changes", "release notes", "pydantic-*.dist-info/METADATA", "pydantic"),
-        Text("licences", "contracts", "pyarrow-*.dist-info/licenses/LICENSE.txt", "pyarrow"),
-        Text("progress", "documentation", "tqdm-*.dist-info/METADATA", "tqdm"),
-        Text("functions", "Python, half of it documentation", "torch/nn/functional.py", "torch"),
-        Text("tables", "Python", "pandas/core/frame.py", "pandas"),
+        Text("python", pydoc_data.topics.__file__),
+        Text("changes", "pydantic-*.dist-info/METADATA", "pydantic"),
+        Text("licences", "pyarrow-*.dist-info/licenses/LICENSE.txt", "pyarrow"),
+        Text("progress", "tqdm-*.dist-info/METADATA", "tqdm"),
+        Text("functions", "torch/nn/functional.py", "torch"),
+        Text("tables", "pandas/core/frame.py", "pandas"),
     )
 }
 """Texts that forecasts are fitted to by default; those that are scored by default are others."""
@@ -120,4 +118,4 @@ def find_text(name: str) -> Text:
         return known[name]
     if not Path(name).is_file():
         raise ValueError(f"no text {name!r}: a file, or one of {', '.join(TEXTS)}")
-    return Text(Path(name).stem, Path(name).suffix.lstrip(".") or "file", name)
+    return Text(Path(name).stem, name)

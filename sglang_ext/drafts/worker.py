@@ -54,14 +54,12 @@ class CurrentTokens(SpecInput):
         super().__init__(SpecInputType.EAGLE_DRAFT)
 
     def filter_batch(self, new_indices: Tensor, *_: Any, **__: Any) -> None:
-        """Keep some requests."""
         if self.future_indices is not None:
             self.future_indices = self.future_indices[new_indices]
         else:
             self.bonus_tokens = self.bonus_tokens[new_indices]
 
     def merge_batch(self, other: CurrentTokens) -> None:
-        """Append the requests of another batch."""
         if self.future_indices is not None and other.future_indices is not None:
             self.future_indices = torch.cat([self.future_indices, other.future_indices])
         else:
@@ -157,7 +155,6 @@ class DraftWorker(BaseSpecWorker):
         drafts: int,
         publish: Publish,
     ) -> GenerationBatchResult:
-        """Draft, verify, accept."""
         positions, rows = self._places(batch, lengths, self._width)
         drafted, _ = self._run_ahead(rank.run_draft, batch, lengths, positions, rows, drafts)
         tokens = torch.zeros_like(positions)

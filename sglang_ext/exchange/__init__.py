@@ -1,10 +1,11 @@
 """The inference rank's side of the exchange: what a decode step sends to the cache rank, and gets.
 
-Between CPUs (`host.py`) and between GPUs (`device/`) it has the same three parts:
+Between CPUs (`host.py`) and between GPUs (`device/`) it has the same parts, see `base.py`:
 
     gate        where the forward pass meets the exchange, layer group by layer group
-    transfers   what is sent, received and written into slots, for one connection
-    exchange    the host's accounts of it: announcements, counters, deadlines
+    exchange    one connection: announcements, prompts, counters, deadlines; between CPUs it sends,
+                receives and writes into slots itself
+    transfers   between GPUs queues that
 
 An answer is applied just before the attention of its layer group. With forecasts it is applied in
 the step that asked for it, some groups later. The first groups, for which no hidden state comes
@@ -15,7 +16,7 @@ rank has a whole step for it. `cache_rank/schedule.py` says which is which.
 from __future__ import annotations
 
 from cache_rank.config import CacheRankConfig
-from sglang_ext.exchange.base import Exchange, Gate
+from sglang_ext.exchange.base import Exchange, ExchangeCounters, Gate
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.host import HostExchange, HostGate
 from sglang_ext.exchange.pinned_ring import HostToDeviceRing
@@ -36,13 +37,17 @@ def make_gate(config: CacheRankConfig, numbers: HostToDeviceRing | None) -> Gate
 
 
 def make_exchange(
-    connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: Gate
+    connection: Connection,
+    config: CacheRankConfig,
+    slots: SlotBuffers,
+    counters: ExchangeCounters,
+    gate: Gate,
 ) -> Exchange:
     """Begin the exchange over a connection, of the kind that the gate is of."""
     if isinstance(gate, HostGate):
-        return HostExchange(connection, config, slots, gate)
+        return HostExchange(connection, config, slots, counters, gate)
     from sglang_ext.exchange.device.exchange import DeviceExchange
     from sglang_ext.exchange.device.gate import DeviceGate
 
     assert isinstance(gate, DeviceGate)
-    return DeviceExchange(connection, config, slots, gate)
+    return DeviceExchange(connection, config, slots, counters, gate)

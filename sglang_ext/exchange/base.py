@@ -22,21 +22,17 @@ from cache_rank.measure.timeline import Span
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     Adopt,
-    Drop,
-    End,
-    Flush,
     KeyBasis,
     Load,
     QueryProjection,
     Restore,
     Row,
-    Share,
     Step,
     bulk_shape,
 )
-from cache_rank.residency import Residency
+from cache_rank.residency.base import Residency
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
-from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
+from sglang_ext.exchange.slots import ExchangedRow, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
 
 _LEAST_WAIT_SECONDS = 1e-3
@@ -57,11 +53,6 @@ class Gate(ABC):
     """
 
     awaited_step = 0
-
-    @property
-    @abstractmethod
-    def is_open(self) -> bool:
-        """Whether answers that forward passes wait for can still come."""
 
     @abstractmethod
     def begin_forward(self) -> None:
@@ -100,7 +91,7 @@ class Gate(ABC):
 
 @dataclasses.dataclass(slots=True)
 class ExchangeCounters:
-    """Totals since the exchange began."""
+    """Totals over all connections of a process."""
 
     up_bytes: int = 0
     down_bytes: int = 0
@@ -108,12 +99,6 @@ class ExchangeCounters:
     tokens_shipped: int = 0
     tokens_adopted: int = 0
     tokens_restored: int = 0
-
-    def add(self, other: ExchangeCounters) -> None:
-        """Add the totals of another exchange."""
-        for field in dataclasses.fields(self):
-            total = getattr(self, field.name) + getattr(other, field.name)
-            setattr(self, field.name, total)
 
 
 class Exchange(ABC):
@@ -127,9 +112,16 @@ class Exchange(ABC):
             whose times are known.
     """
 
-    def __init__(self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        config: CacheRankConfig,
+        slots: SlotBuffers,
+        counters: ExchangeCounters,
+    ) -> None:
+        """Begin; what is exchanged is added to `counters`."""
         self.connection = connection
-        self.counters = ExchangeCounters()
+        self.counters = counters
         self.waited = 0.0
         self._config = config
         self._slots = slots
@@ -140,48 +132,37 @@ class Exchange(ABC):
         """Whether the step waited long enough for answers to count as late."""
         return self.waited > LATE_SECONDS
 
-    def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
+    def announce(self, step: int, rows: list[ExchangedRow], traced: bool = False) -> None:
         """Tell the cache rank which requests a step exchanges, before its forward pass.
 
         Without requests, nothing is exchanged, and the answers to the step before are still
         applied.
         """
         if rows:
-            sequence_ids = [sequence.sequence_id for sequence in rows.sequences]
-            announced = list(map(Row, sequence_ids, rows.positions))
+            announced = [Row(row.sequence.sequence_id, row.position) for row in rows]
             self.connection.control.send(Step(step, announced, traced))
 
     @abstractmethod
     def finish_step(self) -> None:
         """End the step, whose forward pass has been computed, or on a GPU been queued."""
 
+    @abstractmethod
     def stale_requests(
         self, step: int, sequences: Sequence[SparseSequence]
     ) -> list[SparseSequence]:
         """Return the requests for which a step went on without answers that it should have had.
 
-        Between CPUs there are none: a forward pass in which the cache rank is lost attends to
-        everything, or its requests are recomputed.
-
         Args:
             step: its forward pass has been computed.
             sequences: those that are sparse in it.
         """
-        return []
 
     @abstractmethod
     def spans(self) -> list[Span]:
         """Return what happened in the traced steps so far; on a GPU, wait for it."""
 
-    def project(self, layer: int, projection: Tensor) -> None:
-        """Send by what a layer's queries are forecast, (H + 2, Hq, D); wait until it is gone."""
-        self._send_of_layer(QueryProjection(layer), projection)
-
-    def sketch(self, layer: int, basis: Tensor) -> None:
-        """Send how a layer's keys are sketched, (Hkv, D + 1, D); wait until it is gone."""
-        self._send_of_layer(KeyBasis(layer), basis)
-
-    def _send_of_layer(self, message: QueryProjection | KeyBasis, tensor: Tensor) -> None:
+    def send_of_layer(self, message: QueryProjection | KeyBasis, tensor: Tensor) -> None:
+        """Send what the cache rank must know of a layer; wait until it is gone."""
         self.connection.control.send(message)
         self.connection.link.bulk.send(tensor).wait(self.connection.timeout)
         self.counters.bulk_bytes += tensor.nbytes
@@ -194,14 +175,6 @@ class Exchange(ABC):
         """Let a sequence, which may be new, begin with pages that the cache rank has."""
         self.connection.control.send(Adopt(sequence.sequence_id, names))
         self.counters.tokens_adopted += PAGE_TOKENS * len(names)
-
-    def share(self, sequence: SparseSequence, names: list[int]) -> None:
-        """Name the next complete pages of a sequence, for others to have."""
-        self.connection.control.send(Share(sequence.sequence_id, names))
-
-    def drop(self, names: list[int]) -> None:
-        """Let pages of these names go."""
-        self.connection.control.send(Drop(names))
 
     def restore(self, names: list[int], pool_rows: Tensor, forward: Any = None) -> None:
         """Bring pages of these names back into pool rows; the host waits for them.
@@ -242,14 +215,6 @@ class Exchange(ABC):
         left = max(_LEAST_WAIT_SECONDS, deadline - time.monotonic())
         self.connection.link.bulk.receive(tensor).wait(left)
 
-    def end(self, sequence_ids: list[int]) -> None:
-        """Tell the cache rank that sequences are over."""
-        self.connection.control.send(End(sequence_ids))
-
-    def flush(self) -> None:
-        """Tell the cache rank that all sequences are over."""
-        self.connection.control.send(Flush())
-
     def close(self) -> None:
         """Drop the channels of a connection that is down."""
         self.connection.control.close()
@@ -269,12 +234,6 @@ class Exchange(ABC):
         shipments = self._shipments
         while shipments and (shipments[0].is_done() or len(shipments) == most):
             shipments.popleft().wait(self.connection.timeout)
-        shipment = self._collect(sequence, pool_rows)
-        shipments.append(self.connection.link.bulk.send(shipment))
-        return shipment
-
-    def _collect(self, sequence: SparseSequence, pool_rows: Tensor) -> Tensor:
-        """Copy a prompt's tokens out of the pool, and announce them."""
         count = pool_rows.shape[0]
         shipment = torch.empty(
             bulk_shape(self._config, count),
@@ -285,4 +244,5 @@ class Exchange(ABC):
         self.connection.control.send(Load(sequence.sequence_id, sequence.shipped, count))
         sequence.shipped += count
         self.counters.bulk_bytes += shipment.nbytes
+        shipments.append(self.connection.link.bulk.send(shipment))
         return shipment

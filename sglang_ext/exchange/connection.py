@@ -63,7 +63,6 @@ class Placement(NamedTuple):
 
 
 def _environment(placement: Placement) -> dict[str, str]:
-    """Return the environment of a cache-rank process."""
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     if placement.inference_device == placement.cache_device != "cpu":
         environment["NCCL_HOSTID"] = "cache rank"  # NCCL has no two ranks of a host on one GPU

@@ -6,7 +6,6 @@ Transfers happen inside the forward pass, group by group. This path serves tests
 from __future__ import annotations
 
 import dataclasses
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,57 +21,141 @@ from cache_rank.measure.timeline import Span
 from cache_rank.messages import MessageBuffers
 from cache_rank.protocol import AnswerHeader, DownMessage, up_sizes
 from cache_rank.schedule import index_by_hidden, index_by_kv
-from sglang_ext.exchange.base import Exchange, Gate
+from sglang_ext.exchange.base import Exchange, ExchangeCounters, Gate
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
-from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
+from sglang_ext.exchange.slots import ExchangedRow, SlotBuffers, by_batch_row
 from sglang_ext.lifecycle import SparseSequence
+
+MAX_SHIPMENTS_UNDER_WAY = 4
+"""At most so many shipments, which each hold a copy of their tokens, are under way."""
+
+
+class HostGate(Gate):
+    """Carries out the exchange that is open, group by group.
+
+    A cache rank that is lost in a forward pass closes the gate. The pass goes on with its last
+    selection, as between GPUs.
+
+    Attributes:
+        exchange: None while there is no connection.
+    """
+
+    def __init__(self) -> None:
+        self.exchange: HostExchange | None = None
+
+    def begin_forward(self) -> None:
+        """Nothing is to be timed here."""
+
+    def stage_hidden(self, group: int, hidden: Tensor, residual: Tensor | None) -> None:
+        self._while_open(lambda exchange: exchange.stage_hidden(group, hidden, residual))
+
+    def enter_group(self, group: int) -> None:
+        self._while_open(lambda exchange: exchange.take_answer(group))
+
+    def stage(
+        self, group: int, layer_in_group: int, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        self._while_open(
+            lambda exchange: exchange.stage(group, layer_in_group, queries, keys, values)
+        )
+
+    def leave_group(self, group: int) -> None:
+        self._while_open(lambda exchange: exchange.leave(group))
+
+    def _while_open(self, action: Callable[[HostExchange], None]) -> None:
+        if (exchange := self.exchange) is None:
+            return
+        try:
+            action(exchange)
+        except (TransportError, ControlError, CacheRankDownError) as error:
+            exchange.failure, self.exchange = error, None
 
 
 @dataclasses.dataclass(slots=True)
 class _AnswerUnderWay:
     step: int
-    rows: ExchangedRows
+    rows: list[ExchangedRow]
     message: DownMessage
     same_step: bool
     pending: Pending
 
 
-class HostTransfers:
-    """The transfers of one connection, a message at a time.
+class HostExchange(Exchange):
+    """The exchange between ranks that are CPU processes; forward passes carry it out.
 
     Attributes:
-        waited: seconds that the current step has waited for answers.
-        brought: tokens that answers brought to sequences, which the exchange accounts for.
+        failure: what closed the gate in a forward pass, or None.
     """
 
-    def __init__(self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        config: CacheRankConfig,
+        slots: SlotBuffers,
+        counters: ExchangeCounters,
+        gate: HostGate,
+    ) -> None:
+        super().__init__(connection, config, slots, counters)
         staging = [
             torch.empty(size, dtype=torch.uint8) for size in up_sizes(config, config.max_rows)
         ]
-        self.messages = MessageBuffers(config, staging, connection.link.buffers)
-        self.waited = 0.0
-        self.brought: list[tuple[SparseSequence, int]] = []
-        self._connection = connection
-        self._config = config
-        self._slots = slots
-        self._step, self._rows = 0, ExchangedRows()
+        self.failure: Exception | None = None
+        self._messages = MessageBuffers(config, staging, connection.link.buffers)
+        self._step, self._traced = 0, False
+        self._rows: list[ExchangedRow] = []
+        self._is_complete = True
         self._batch_index = torch.empty(0, dtype=torch.int32)
         self._layer_messages = config.layer_messages
         self._index_by_kv = index_by_kv(self._layer_messages)
         self._index_by_hidden = index_by_hidden(self._layer_messages)
         self._sent: list[Pending | None] = [None] * len(self._layer_messages)
         self._answers: list[_AnswerUnderWay | None] = [None] * len(config.groups)
-        self._traced = False
         self._group_start = 0.0
         self._spans: list[Span] = []
+        self._gate = gate
+        gate.exchange = self
 
-    def prepare(self, step: int, rows: ExchangedRows, traced: bool) -> None:
-        """Get ready for the forward pass of a step."""
-        if rows.batch_indices != self._rows.batch_indices:
-            batch = max(rows.batch_indices, default=-1) + 1
-            self._batch_index = torch.tensor(rows.by_batch_row(batch), dtype=torch.int32)
+    def announce(self, step: int, rows: list[ExchangedRow], traced: bool = False) -> None:
         self._step, self._rows, self._traced = step, rows, traced
+        self._is_complete = False
         self.waited = 0.0
+        batch = 1 + max((row.batch_index for row in rows), default=-1)
+        self._batch_index = torch.tensor(by_batch_row(rows, batch), dtype=torch.int32)
+        super().announce(step, rows, traced)
+
+    def finish_step(self) -> None:
+        """Account for what the forward pass has sent and received.
+
+        Raises:
+            TransportError, ControlError, CacheRankDownError: the cache rank was lost in it.
+        """
+        if self.failure is not None:
+            raise self.failure
+        self._is_complete = True
+        if self._rows:
+            self._count_messages(self._messages.nbytes(len(self._rows)))
+
+    def stale_requests(
+        self, step: int, sequences: Sequence[SparseSequence]
+    ) -> list[SparseSequence]:
+        if step != self._step or self._is_complete:
+            return []
+        exchanged = [row.sequence for row in self._rows]
+        return [sequence for sequence in sequences if sequence in exchanged]
+
+    def spans(self) -> list[Span]:
+        spans, self._spans = self._spans, []
+        return spans
+
+    def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
+        self._send_prompt(sequence, pool_rows, MAX_SHIPMENTS_UNDER_WAY)
+
+    def close(self) -> None:
+        self._gate.exchange = None
+        self.failure = None  # its traceback holds the buffers of this connection
+        super().close()
+
+    # In the forward pass.
 
     def take_answer(self, group: int) -> None:
         """Write the answer that the group's attention needs into its slots, if there is one.
@@ -97,7 +180,7 @@ class HostTransfers:
         if layer_in_group == 0:
             self._wait_until_sent(index)
         pack_layer(
-            self.messages.of(len(self._rows)).up[index].tokens,
+            self._messages.of(len(self._rows)).up[index].tokens,
             self._batch_index,
             layer_in_group,
             queries[:count],
@@ -113,7 +196,7 @@ class HostTransfers:
         if self._layer_messages[index].kv_of is None:
             self._wait_until_sent(index)
         pack_hidden(
-            self.messages.of(len(self._rows)).up[index].hidden,
+            self._messages.of(len(self._rows)).up[index].hidden,
             self._batch_index,
             hidden[:count],
             None if residual is None else residual[:count],
@@ -131,8 +214,8 @@ class HostTransfers:
 
     def _send(self, index: int) -> None:
         """Send a message as it is staged, then post the receive of its answer."""
-        messages, layer_message = self.messages.of(len(self._rows)), self._layer_messages[index]
-        link = self._connection.link
+        messages, layer_message = self._messages.of(len(self._rows)), self._layer_messages[index]
+        link = self.connection.link
         self._sent[index] = link.up.send(messages.up[index].buffer, buffer_index=index)
         # A receive must never be what a send waits behind, so it is posted after the send.
         if (group := layer_message.selects_for) is not None:
@@ -145,27 +228,21 @@ class HostTransfers:
     def _wait_until_sent(self, index: int) -> None:
         """Wait until a staging buffer may be written again."""
         if (sent := self._sent[index]) is not None:
-            sent.wait(self._connection.timeout)
-
-    def take_spans(self) -> list[Span]:
-        """Return the times of traced steps so far."""
-        spans, self._spans = self._spans, []
-        return spans
+            sent.wait(self.connection.timeout)
 
     def _wait_for(self, group: int, answer: _AnswerUnderWay) -> None:
         started = time.monotonic()
-        answer.pending.wait(self._connection.timeout)
+        answer.pending.wait(self.connection.timeout)
         self.waited += time.monotonic() - started
         self._trace("wait", group, started)
 
     def _apply(self, group: int, answer: _AnswerUnderWay) -> None:
         started = time.monotonic()
         message, rows, slots = answer.message, answer.rows, self._slots
-        first_rows, expected = [], rows.expected_headers(answer.step, answer.same_step)
-        for sequence, columns, wanted in zip(
-            rows.sequences, message.header.tolist(), expected, strict=True
-        ):
-            header = AnswerHeader(*columns)
+        expected = [row.expected_header(answer.step, answer.same_step) for row in rows]
+        first_rows = []
+        for row, columns, wanted in zip(rows, message.header.tolist(), expected, strict=True):
+            sequence, header = row.sequence, AnswerHeader(*columns)
             if sequence.ended:
                 first_rows.append(-1)
                 continue
@@ -174,7 +251,7 @@ class HostTransfers:
                     f"answered (step, sequence, resident, filled) {header[:4]}, expected {wanted}"
                 )
             first_rows.append(slots.first_slot(sequence))
-            self.brought.append((sequence, header.shipped_tokens))
+            self._count_tokens(sequence, header.shipped_tokens)
         scatter_step(
             *slots.groups[group],
             torch.tensor(first_rows, dtype=torch.int32),
@@ -193,126 +270,3 @@ class HostTransfers:
         if self._traced:
             stop = time.monotonic()
             self._spans.append(Span(name, 1e6 * start, 1e6 * stop, self._step, group))
-
-
-LET_GO_VARIABLE = "CACHE_RANK_LET_GO"
-"""If this is 1, a loss is as it is between GPUs, where the pass under way cannot be changed."""
-
-
-class HostGate(Gate):
-    """Carries out the transfers of the connection that is open, group by group.
-
-    A cache rank that is lost in a forward pass closes the gate, and the pass goes on without it.
-
-    Attributes:
-        failure: what closed the gate in a forward pass, or None.
-        let_go: whether passes, since it was lost, go on with their last selection.
-    """
-
-    def __init__(self) -> None:
-        """Begin closed: there is no connection yet."""
-        self.failure: Exception | None = None
-        self.let_go = False
-        self._lets_go = os.environ.get(LET_GO_VARIABLE) == "1"
-        self._transfers: HostTransfers | None = None
-
-    @property
-    def is_open(self) -> bool:
-        return self._transfers is not None or self.let_go
-
-    def open(self, transfers: HostTransfers) -> None:
-        """Let forward passes carry out the transfers of a connection."""
-        self._transfers, self.failure, self.let_go = transfers, None, False
-
-    def close(self) -> None:
-        """Let forward passes go on without transfers, and let go of what a failure refers to."""
-        self._transfers = self.failure = None
-        self.let_go = False
-
-    def begin_forward(self) -> None:
-        """Nothing is to be timed here."""
-
-    def stage_hidden(self, group: int, hidden: Tensor, residual: Tensor | None) -> None:
-        self._while_open(lambda transfers: transfers.stage_hidden(group, hidden, residual))
-
-    def enter_group(self, group: int) -> None:
-        self._while_open(lambda transfers: transfers.take_answer(group))
-
-    def stage(
-        self, group: int, layer_in_group: int, queries: Tensor, keys: Tensor, values: Tensor
-    ) -> None:
-        self._while_open(
-            lambda transfers: transfers.stage(group, layer_in_group, queries, keys, values)
-        )
-
-    def leave_group(self, group: int) -> None:
-        self._while_open(lambda transfers: transfers.leave(group))
-
-    def _while_open(self, action: Callable[[HostTransfers], None]) -> None:
-        if self._transfers is None:
-            return
-        try:
-            action(self._transfers)
-        except (TransportError, ControlError, CacheRankDownError) as error:
-            self.close()
-            if self._lets_go:
-                self.let_go = True
-            else:
-                self.failure = error
-
-
-MAX_SHIPMENTS_UNDER_WAY = 4
-"""At most so many shipments, which each hold a copy of their tokens, are under way."""
-
-
-class HostExchange(Exchange):
-    """The exchange between ranks that are CPU processes; forward passes carry it out."""
-
-    def __init__(
-        self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: HostGate
-    ) -> None:
-        super().__init__(connection, config, slots)
-        self._transfers = HostTransfers(connection, config, slots)
-        self._gate = gate
-        self._step, self._rows = 0, ExchangedRows()
-        self._let_go: dict[int, list[SparseSequence]] = {}
-        gate.open(self._transfers)
-
-    def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
-        self._step, self._rows = step, rows
-        self._transfers.prepare(step, rows, traced)
-        super().announce(step, rows, traced)
-
-    def finish_step(self) -> None:
-        """Account for what the forward pass has sent and received.
-
-        Raises:
-            TransportError, ControlError, CacheRankDownError: the cache rank was lost in it.
-        """
-        if self._gate.let_go:
-            self._let_go[self._step] = list(self._rows.sequences)
-            return
-        self.waited = self._transfers.waited
-        brought, self._transfers.brought = self._transfers.brought, []
-        for sequence, tokens in brought:
-            self._count_tokens(sequence, tokens)
-        if self._gate.failure is not None:
-            raise self._gate.failure
-        if self._rows:
-            self._count_messages(self._transfers.messages.nbytes(len(self._rows)))
-
-    def stale_requests(
-        self, step: int, sequences: Sequence[SparseSequence]
-    ) -> list[SparseSequence]:
-        let_go = self._let_go.get(step, [])
-        return [sequence for sequence in sequences if sequence in let_go]
-
-    def spans(self) -> list[Span]:
-        return self._transfers.take_spans()
-
-    def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
-        self._send_prompt(sequence, pool_rows, MAX_SHIPMENTS_UNDER_WAY)
-
-    def close(self) -> None:
-        self._gate.close()
-        super().close()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,62 +15,37 @@ from cache_rank.protocol import AnswerHeader
 from sglang_ext.lifecycle import SparseSequence
 
 
-@dataclasses.dataclass(slots=True)
-class ExchangedRows:
-    """The requests in the exchange of a step.
+class ExchangedRow(NamedTuple):
+    """A request in the exchange of a step.
 
     Attributes:
+        batch_index: its row of the batch.
         filled_after: slots in use once answers for the next step are applied.
         fresh_filled: slots in use once answers for this step are applied.
     """
 
-    sequences: list[SparseSequence] = dataclasses.field(default_factory=list)
-    batch_indices: list[int] = dataclasses.field(default_factory=list)
-    positions: list[int] = dataclasses.field(default_factory=list)
-    filled_after: list[int] = dataclasses.field(default_factory=list)
-    fresh_filled: list[int] = dataclasses.field(default_factory=list)
+    sequence: SparseSequence
+    batch_index: int
+    position: int
+    filled_after: int
+    fresh_filled: int
 
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def add(
-        self,
-        sequence: SparseSequence,
-        batch_index: int,
-        position: int,
-        filled_after: int,
-        fresh_filled: int,
-    ) -> None:
-        """Add a request."""
-        self.sequences.append(sequence)
-        self.batch_indices.append(batch_index)
-        self.positions.append(position)
-        self.filled_after.append(filled_after)
-        self.fresh_filled.append(fresh_filled)
-
-    def by_batch_row(self, batch: int) -> list[int]:
-        """Return the index among these requests of each row of the batch, or -1."""
-        indices = [-1] * batch
-        for row, index in enumerate(self.batch_indices):
-            indices[index] = row
-        return indices
-
-    def slots_filled(self, same_step: bool) -> list[int]:
-        """Return the slots in use once answers for this step, or for the next one, are applied."""
+    def slots_filled(self, same_step: bool) -> int:
+        """Slots in use once answers for this step, or for the next one, are applied."""
         return self.fresh_filled if same_step else self.filled_after
 
-    def expected_headers(self, step: int, same_step: bool) -> list[tuple[int, int, int, int]]:
-        """Return what the header of an answer must begin with, for each request.
+    def expected_header(self, step: int, same_step: bool) -> tuple[int, int, int, int]:
+        """What the header of an answer must begin with."""
+        resident, filled = self.position + (not same_step), self.slots_filled(same_step)
+        return step, self.sequence.sequence_id, resident, filled
 
-        Args:
-            same_step: whether for itself; for the next one otherwise.
-        """
-        return [
-            (step, sequence.sequence_id, position + (not same_step), filled)
-            for sequence, position, filled in zip(
-                self.sequences, self.positions, self.slots_filled(same_step), strict=True
-            )
-        ]
+
+def by_batch_row(rows: Sequence[ExchangedRow], batch: int) -> list[int]:
+    """Return the index among exchanged requests of each row of the batch, or -1."""
+    indices = [-1] * batch
+    for index, row in enumerate(rows):
+        indices[row.batch_index] = index
+    return indices
 
 
 class SlotBuffers:
@@ -97,7 +72,6 @@ class SlotBuffers:
 
     @property
     def device(self) -> torch.device:
-        """The device of the buffers."""
         return self.keys.tensors[0].device
 
     def first_slot(self, sequence: SparseSequence) -> int:
@@ -105,33 +79,22 @@ class SlotBuffers:
         return sequence.block + self._sinks
 
     def compare_checksums(
-        self, group: int, rows: ExchangedRows, headers: Tensor, same_step: bool
+        self, group: int, rows: Sequence[ExchangedRow], headers: Tensor, same_step: bool
     ) -> None:
         """Compare the slots in use with those of the cache rank's slot map; stops the device.
-
-        Args:
-            headers: (R, 6) int64 of the answer, see AnswerHeader.
 
         Raises:
             AssertionError: they differ.
         """
-        for sequence, position, filled, columns in zip(
-            rows.sequences,
-            rows.positions,
-            rows.slots_filled(same_step),
-            headers.tolist(),
-            strict=True,
-        ):
-            if sequence.ended:
+        for row, columns in zip(rows, headers.tolist(), strict=True):
+            if row.sequence.ended:
                 continue
-            if self._checksum(group, sequence, filled) != AnswerHeader(*columns).checksum:
-                name = f"sequence {sequence.sequence_id} at {position}"
+            first = self.first_slot(row.sequence)
+            used = slice(first, first + row.slots_filled(same_step))
+            keys, values = (
+                torch.stack([tensor[used].transpose(0, 1) for tensor in part.tensors])
+                for part in self.groups[group]
+            )
+            if slots_checksum(keys, values) != AnswerHeader(*columns).checksum:
+                name = f"sequence {row.sequence.sequence_id} at {row.position}"
                 raise AssertionError(f"slots of {name} differ from the slot map")
-
-    def _checksum(self, group: int, sequence: SparseSequence, filled: int) -> int:
-        first = self.first_slot(sequence)
-        held = [
-            torch.stack([tensor[first : first + filled].transpose(0, 1) for tensor in part.tensors])
-            for part in self.groups[group]
-        ]
-        return slots_checksum(*held)

@@ -41,7 +41,6 @@ class SpawnedProcess(subprocess.Popen[bytes]):
 
     @property
     def age_seconds(self) -> float:
-        """How long ago it was started."""
         return time.monotonic() - self._spawned
 
     def end(self, patience: float = DYING_SECONDS) -> None:

@@ -62,7 +62,6 @@ class DraftWeights:
 
     @property
     def bytes(self) -> int:
-        """Their memory."""
         return sum(rounded.bytes for _, rounded in self._rounded)
 
     @property

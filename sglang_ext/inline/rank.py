@@ -161,12 +161,7 @@ class InlineRank:
         if slot in self._sparse_slots:
             self._sparse_slots.remove(slot)
             if not self._sparse_slots:
-                self._metrics.on_no_sparse_requests()
-
-    def on_verified(self, accepted: list[int], drafts: int) -> None:
-        """Note how many drafts of each request a verification has confirmed."""
-        assert self.drafts is not None
-        self.drafts.note(accepted, drafts)
+                self._metrics.series.set("sparse_requests", 0)
 
     def on_weights_updated(self) -> None:
         """Keep what other weights have computed apart."""
@@ -191,7 +186,6 @@ class InlineRank:
     def run_dense(
         self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]
     ) -> Result:
-        """Run a decode step of a round without drafts."""
         return forward()
 
     def capture_both_kinds(self, capture: Callable[[], None]) -> None:

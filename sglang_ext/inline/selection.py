@@ -75,7 +75,6 @@ class Selection:
 
     @property
     def sketch_bytes(self) -> int:
-        """Memory of all sketches."""
         return self._codes.numel()
 
     def attended(self, length: int) -> int:

@@ -22,7 +22,6 @@ class Lengths(NamedTuple):
     host: Tensor
 
     def after(self, tokens: int) -> Lengths:
-        """The lengths with so many tokens more."""
         return Lengths(self.device + tokens, self.host + tokens)
 
 

@@ -81,7 +81,7 @@ def refuse_untested_sglang(args: CacheRankFlags) -> None:
         UnsupportedError: the installed release is not tested, and nobody asked for it all the same.
     """
     release, key = compat.RELEASE, "--cache-rank-config '{\"allow_untested_sglang\": true}'"
-    if not compat.is_in(compat.TESTED):
+    if release.base_version not in compat.TESTED:  # what leads up to a release counts as it
         if not args.allow_untested_sglang:
             raise UnsupportedError(
                 f"SGLang {release} is not tested with a cache rank: {', '.join(compat.TESTED)} "

@@ -64,11 +64,7 @@ KNOWN = frozenset(
 
 
 def say_unknown(args: CacheRankFlags) -> None:
-    """Warn of SGLang's flags that the user gives and that nobody has tried with a cache rank.
-
-    Args:
-        args: as the user gave them.
-    """
+    """Warn of SGLang's flags that the user gives and that nobody has tried with a cache rank."""
     unknown = [
         flag_of(field)
         for field, default in compat.default_values(type(args)).items()

@@ -150,11 +150,11 @@ def exchange(args: CacheRankFlags) -> Iterator[Objection]:
     if args.has_drafts and frees_rows:
         why = "drafts are verified over all tokens, in SGLang's KV pool"
         yield Objection("--inference-kv", why, "pass full, or drop --speculative-algorithm")
-    if ((args.on_gpu and not args.has_drafts) or frees_rows) and (
+    if not args.has_drafts and (
         args.disable_overlap_schedule or args.max_queued_requests is not None
     ):
         yield Objection(
-            "--inference-kv --disable-overlap-schedule --max-queued-requests",
+            "--disable-overlap-schedule --max-queued-requests",
             "a step whose cache rank is lost is taken back, which only the overlap schedule can, "
             "and its requests are queued again, which a full queue would turn away",
             "drop --disable-overlap-schedule and --max-queued-requests",

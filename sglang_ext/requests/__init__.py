@@ -48,14 +48,9 @@ def refuse_request(request: Any, limits: Limits, is_sparse: bool) -> None:
             _refuse_params(one, limits, prompts or 1, is_sparse)
 
 
-def wants_beams(params: dict[str, Any]) -> bool:
-    """Whether sampling parameters ask for a search with several beams."""
-    return (params.get("beam_width") or 1) != 1
-
-
 def heed_body(request: Any) -> None:
     """Give a request what its HTTP body asks of the cache rank, which some APIs drop."""
-    wish = wish_of_body()
+    wish = wish_of_body.get()
     if wish is None or not hasattr(request, "sampling_params"):
         return
     params = request.sampling_params or {}
@@ -107,7 +102,7 @@ def _refuse_params(params: Any, limits: Limits, prompts: int, is_sparse: bool) -
     for name in params:
         if name in SET_BY_SGLANG or is_misspelt(name):
             raise ValueError(f"{name} is not a sampling parameter")
-    if is_sparse and wants_beams(params):
+    if is_sparse and (params.get("beam_width") or 1) != 1:
         raise ValueError(
             "beam_width: sparse decode cannot follow beams; drop it, or ask a server with "
             "--cache-rank-gpus 0"

@@ -21,12 +21,8 @@ _HOLDERS = (_CUSTOM, "sampling_params", "parameters", "extra_body", "options")
 
 _NAMED = re.compile(rb"cache[^a-z]{0,3}rank")
 
-_wish: ContextVar[bool | None] = ContextVar("cache_rank_wish", default=None)
-
-
-def wish_of_body() -> bool | None:
-    """What the body of the HTTP request being served asks for; None without a wish or a body."""
-    return _wish.get()
+wish_of_body: ContextVar[bool | None] = ContextVar("wish_of_body", default=None)
+"""What the body of the HTTP request being served asks for; None without a wish or a body."""
 
 
 def is_misspelt(name: Any) -> bool:
@@ -41,7 +37,7 @@ def note_wish(body: bytes) -> None:
     Raises:
         ValueError: it asks in a place or in words that would not be heeded.
     """
-    _wish.set(None)
+    wish_of_body.set(None)
     if not _NAMED.search(body.lower()):
         return
     try:
@@ -53,7 +49,7 @@ def note_wish(body: bytes) -> None:
             if value is not None and not isinstance(value, bool):
                 raise ValueError(f"{_CUSTOM}.{CACHE_RANK} must be true or false, got {value!r:.80}")
             if "sampling_params" not in place:  # SGLang reads those, of each prompt of a batch
-                _wish.set(value)
+                wish_of_body.set(value)
         elif name == CACHE_RANK or is_misspelt(name):
             raise ValueError(
                 f"{'.'.join((*place, name))} is not read; requests that are to stay dense say "

@@ -19,7 +19,6 @@ from waiting import wait_until
 
 from scripts.shared.serving import Server, serve
 from sglang_ext import compat
-from sglang_ext.exchange.host import LET_GO_VARIABLE
 
 DRAFTS = (
     "--sparse-threshold 264 --sparse-budget 40 --hysteresis 8 --max-swap-tokens 40 "
@@ -29,22 +28,13 @@ DRAFTS = (
 if compat.HAS_GRAMMARS_ON_CPUS:
     DRAFTS += ["--grammar-backend", "xgrammar"]
 
-LETTING_GO = [pytest.mark.thorough, pytest.mark.xdist_group("drafts let go")]
+pytestmark = pytest.mark.xdist_group("drafts and losses")
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param("0", marks=pytest.mark.xdist_group("drafts and losses"), id="at once"),
-        pytest.param("1", marks=LETTING_GO, id="as on GPUs"),
-    ],
-)
-def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
     """Pools are checked after every batch; K and V are held in the default format."""
-    environment = {
-        LET_GO_VARIABLE: request.param,
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2",
-    }
+    environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2"}
     with serve([*ARGUMENTS, *DRAFTS], environment) as running:
         yield running
 

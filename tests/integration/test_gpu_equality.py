@@ -14,10 +14,11 @@ import torch
 from workload import assert_sparse_is_dense, random_prompts
 
 from cache_rank.config import CacheRankConfig, Predictor
-from cache_rank.measure.recording import RECORD_VARIABLE, read_events
+from cache_rank.measure.recording import RECORD_VARIABLE
 from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector
+from scripts.shared.recordings import read_events
 from scripts.shared.serving import serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 

@@ -31,8 +31,9 @@ from workload import (
     random_prompts,
 )
 
-from cache_rank.measure.recording import RECORD_VARIABLE, read_events
+from cache_rank.measure.recording import RECORD_VARIABLE
 from cache_rank.pages import PAGE_TOKENS
+from scripts.shared.recordings import read_events
 from scripts.shared.serving import Server, log_probabilities, serve
 
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group(name="weight-updates")]

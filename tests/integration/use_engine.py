@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from sglang_ext import Engine, compat
 
@@ -22,10 +23,20 @@ def main(asked: str, answered: str) -> None:
     for factor in (-1, 1):
         while not engine.flush_cache().success:
             time.sleep(0.1)  # a step is under way, and 0.5.16 loads no weights meanwhile
-        compat.load_weights(engine, [(name, factor * each) for name, each in queries.items()])
+        load_weights(engine, [(name, factor * each) for name, each in queries.items()])
         answers.append(engine.generate(**told["requests"][-1]))
     Path(answered).write_text(json.dumps(answers))
     engine.shutdown()
+
+
+def load_weights(engine: Engine, weights: list[tuple[str, Tensor]]) -> None:
+    """Give the model other weights; the new release wants to be told before and after."""
+    if compat.IS_NEW:
+        assert engine.begin_weight_update()[0]
+    loaded, why = engine.update_weights_from_tensor(weights)
+    assert loaded, why
+    if compat.IS_NEW:
+        assert engine.end_weight_update()[0]
 
 
 if __name__ == "__main__":

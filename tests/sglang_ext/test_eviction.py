@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fake_requests import fake_request
 
-from sglang_ext.eviction import EVICTION_STRIDE, DenseStore, Eviction
+from cache_rank.budget import BudgetCurve
+from sglang_ext.eviction import EVICTION_STRIDE, Eviction
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
+from sglang_ext.pools import Pools
 
 RECENT = 3
 PROMPT_IN_POOL = 10
@@ -32,9 +35,20 @@ def allocator() -> Allocator:
     return Allocator()
 
 
+def args_of(dense_layers: int) -> Any:
+    return SimpleNamespace(
+        recent_tokens=RECENT,
+        dense_layers=dense_layers,
+        sink_tokens=2,
+        budget_curve=BudgetCurve.flat(5),
+        max_sparse_requests=2,
+        inference_kv="working-set",
+    )
+
+
 @pytest.fixture
 def eviction(allocator: Allocator) -> Eviction:
-    return Eviction(REQ_TO_TOKEN, allocator, RECENT)
+    return Eviction(args_of(dense_layers=0), Pools(REQ_TO_TOKEN, [], [], allocator))
 
 
 def sequence_of(row: int, protected: int = 0) -> Any:
@@ -84,7 +98,7 @@ def test_nothing_of_a_request_that_left_meanwhile_is_freed(
 
 @pytest.mark.parametrize("dense_layers", [1, 2])
 def test_dense_layers_find_every_token_where_the_table_says(
-    allocator: Allocator, dense_layers: int
+    allocator: Allocator, dense_layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever becomes of the pool rows that are freed, and of other layers."""
     layers, slots, context, block_rows = 3, 4, 500, 7
@@ -102,9 +116,9 @@ def test_dense_layers_find_every_token_where_the_table_says(
         row: [buffer[table[row].long()] for buffer in (*keys, *values)] for row in range(slots)
     }
     in_sparse_layers = [buffer.clone() for buffer in (*keys[dense_layers:], *values[dense_layers:])]
-    dense_keys, dense_values = keys[:dense_layers], values[:dense_layers]
-    store = DenseStore(dense_keys, dense_values, first_block, block_rows, 2, context)
-    eviction = Eviction(table, allocator, RECENT, store)
+    model = SimpleNamespace(context_len=context)
+    monkeypatch.setattr("sglang_ext.memory.model_config", lambda args: model)
+    eviction = Eviction(args_of(dense_layers), Pools(table, keys, values, allocator))
     sequences = [sequence_of(row=row) for row in (1, 3)]
     for block, sequence in enumerate(sequences):
         sequence.block = first_block + block * block_rows

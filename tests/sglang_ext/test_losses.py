@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.lifecycle import MOST_LOSSES, Phase, prepare_requests
 from sglang_ext.memory import reserve_rows
 from sglang_ext.pools import Pools
+from sglang_ext.step_plan import StepPlan
 from sglang_ext.supervisor import Supervisor
 
 MODEL = ModelShape(2, query_heads=2, kv_heads=1, head_dim=64, dtype="float32", scale=1 / 8)
@@ -91,10 +93,10 @@ class Decoding:
         prepare_requests([request])
         return request
 
-    def step(self, request: Any) -> None:
+    def step(self, request: Any) -> StepPlan:
         """A decode step of one request, as hooks and attention make it."""
         request.length += 1
-        self.rank.decode_step.run([request], [request.length], self.forward)
+        return self.rank.decode_step.run([request], [request.length], self.forward)[1]
 
     def forward(self) -> None:
         gate = self.rank.gate
@@ -132,7 +134,7 @@ def decoding() -> Iterator[Decoding]:
     with own_series():
         decoding = Decoding()
         yield decoding
-        decoding.rank.close()
+        decoding.supervisor.close()
 
 
 def test_a_loss_leaves_no_sparse_request_and_no_count_behind(decoding: Decoding) -> None:
@@ -147,11 +149,33 @@ def test_a_loss_leaves_no_sparse_request_and_no_count_behind(decoding: Decoding)
     decoding.wait_until(lambda: decoding.supervisor.connection is not lost)
     decoding.step(request)
     assert exported("sparse_requests") == 0
-    assert exported("up_bytes_total") == rank.cache_rank.counters.up_bytes > 0
+    assert exported("up_bytes_total") == rank.metrics.counters.up_bytes > 0
 
     decoding.step_until(request, lambda: decoding.phase_of(request) is Phase.SPARSE)
     rank.on_request_freed(request)
     assert exported("sparse_requests") == 0
+
+
+def test_a_step_in_which_the_cache_rank_is_lost_is_taken_back(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, request = decoding.rank.cache_rank, decoding.arrive(slot=1)
+    decoding.step_until(request, lambda: decoding.phase_of(request) is Phase.SPARSE)
+    before, lost = decoding.step(request), decoding.supervisor.connection
+    assert lost is not None
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "follow_supervisor", lambda: None)  # it is found out in the step
+        os.kill(lost.process.pid, signal.SIGKILL)
+        lost.process.wait()
+        plan = decoding.step(request)
+    assert client.exchange is None
+    assert plan.sparse
+    for step, is_stale in ((before, False), (plan, True)):
+        request.is_retracted = False
+        with client.without_stale(step):
+            assert request.is_retracted == is_stale
+    client.retract_orphans(Mock(), Mock(reqs=[]))
+    decoding.rank.on_request_freed(request)
 
 
 def test_metrics_follow_while_prompts_are_shipped_and_nothing_is_sparse(

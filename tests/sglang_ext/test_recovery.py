@@ -10,8 +10,8 @@ import pytest
 from fake_requests import fake_request
 
 from cache_rank.channels.transport import TransportError
+from cache_rank.protocol import End, Flush
 from sglang_ext import compat
-from sglang_ext.exchange.base import ExchangeCounters
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
 from sglang_ext.metrics import _COUNTERS
@@ -29,7 +29,7 @@ class Requests:
             for row, (request, phase) in enumerate(zip(self.requests, phases, strict=True))
         ]
         self.live = {sequence.row: sequence for sequence in self.sequences}
-        self.exchange: Any = Mock(counters=ExchangeCounters(up_bytes=5))
+        self.exchange: Any = Mock()
         self.supervisor, self.table, self.metrics = Mock(), Mock(), Mock()
         self.exchange.connection = self.supervisor.connection
         lifecycle: Any = SimpleNamespace(
@@ -155,6 +155,15 @@ def test_without_recomputing_every_sequence_ends_and_nothing_is_retracted() -> N
     batch = batch_of.batch(*batch_of.requests)
     batch_of.client.retract_orphans(Mock(), batch)
     assert batch.mock_calls == []
+
+
+def test_messages_are_sent_while_the_cache_rank_is_up() -> None:
+    batch_of = Requests(Phase.SPARSE)
+    batch_of.client.tell(Flush())
+    batch_of.exchange.connection.control.send.assert_called_once_with(Flush())
+    batch_of.lose()
+    batch_of.client.tell(End([1]))
+    batch_of.exchange.connection.control.send.assert_called_once()
 
 
 def test_an_abort_finds_requests_that_are_queued_a_turn_later() -> None:

@@ -76,14 +76,8 @@ EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--trace", {"trace": "missing-folder/trace.json"}),
     ("--trace", {"trace": "."}),
     ("--inference-kv --kv-canary", {"inference_kv": "working-set", "kv_canary": "log"}),
-    (
-        "--inference-kv --max-queued-requests",
-        {"inference_kv": "working-set", "max_queued_requests": 8},
-    ),
-    (
-        "--inference-kv --disable-overlap-schedule",
-        {"inference_kv": "working-set", "disable_overlap_schedule": True},
-    ),
+    ("--max-queued-requests", {"max_queued_requests": 8}),
+    ("--disable-overlap-schedule", {"disable_overlap_schedule": True}),
     ("--sparse-threshold", {"sparse_threshold": 68}),
     ("--sparse-threshold", {"sparse_threshold": 259}),
     ("--sparse-budget", {"sparse_budget": 4029}),
@@ -122,8 +116,6 @@ GPU_CASES: list[tuple[int, Object, str, dict[str, Any]]] = [
     *(
         (gpus, servers.exchange, flags, fields)
         for gpus, flags, fields in (
-            (2, "--disable-overlap-schedule", {"disable_overlap_schedule": True}),
-            (2, "--max-queued-requests", {"max_queued_requests": 8}),
             (2, "--cache-rank-gpus --cache-rank-base-gpu-id", {"cache_rank_base_gpu_id": 0}),
             (1, "--cache-rank-gpus", {}),
             (2, "--cache-rank-gpus --gpu-id-step", {"gpu_id_step": 2}),
@@ -221,8 +213,8 @@ def test_variables_that_change_pools_and_graphs_are_refused(
         refuse(make(), servers.sparse_decode(make()))
 
 
-def test_full_queues_are_allowed_on_cpus(make: Make) -> None:
-    args = make(max_queued_requests=8)
+def test_full_queues_are_allowed_where_steps_only_draft(make: Make) -> None:
+    args = make(max_queued_requests=8, speculative_algorithm="CACHE_RANK")
     refuse(args, servers.exchange(args))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_ext.lifecycle import RequestStatistics
-from sglang_ext.reports import repeat, report, summary
+from sglang_ext.reports import repeat, report, summary, values_of
 from sglang_ext.requests.bodies import CACHE_RANK
 
 
@@ -27,7 +27,7 @@ def test_every_token_of_a_round_has_an_entry() -> None:
     result = SimpleNamespace(logits_output=output, accept_lens=torch.tensor([3, 1, 2]))
     requests = [request(5), request(6), request(7, finished=True)]
     report(result, requests)
-    entries = [RequestStatistics(steps).as_tuple() for steps in (5, 6, 7)]
+    entries = [values_of(RequestStatistics(steps)) for steps in (5, 6, 7)]
     assert output.customized_info == {"other": [1], CACHE_RANK: entries}
     repeat(requests, result)
     found = [each.customized_info[CACHE_RANK][1:] for each in requests]

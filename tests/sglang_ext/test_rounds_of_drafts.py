@@ -44,9 +44,9 @@ class Rounds:
             assert rows == true
         assert bool(plan.rows) == (sequence.phase is not Phase.SHIPPING)
         assert plan.shipping == []
-        for each, *filled in plan.unsettled:
-            each.exchanged += 1
-            each.filled, each.fresh_filled = filled
+        for row in plan.rows:
+            sequence.exchanged += 1
+            sequence.filled, sequence.fresh_filled = row.filled_after, row.fresh_filled
         return PHASE[sequence.phase]
 
 

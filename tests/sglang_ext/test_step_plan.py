@@ -83,13 +83,11 @@ def test_a_request_goes_from_shipping_over_warming_to_its_working_set() -> None:
             assert plan.attended_lengths == dense
             continue
         assert plan.shipping == []
-        rows = plan.rows
-        assert (rows.sequences, rows.batch_indices) == ([sequence], [1])
-        assert rows.positions == [length - 1]
-        assert rows.filled_after == [CONFIG.filled_after(length - 1, sequence.filled)]
+        ((of_row, batch_index, position, *found),) = plan.rows
+        assert (of_row, batch_index, position) == (sequence, 1, length - 1)
         settled = sequence.phase is Phase.SPARSE and sequence.filled == CONFIG.sparse_budget
-        filled = rows.filled_after[0], rows.fresh_filled[0]
-        assert plan.unsettled == ([] if settled else [(sequence, *filled)])
+        filled = tuple(found)
+        assert filled[0] == CONFIG.filled_after(length - 1, sequence.filled)
         if settled:
             assert filled == (CONFIG.sparse_budget, CONFIG.sparse_budget)
         else:
@@ -176,9 +174,9 @@ def test_a_request_says_why_its_last_step_was_dense() -> None:
         reasons.append(request.cache_rank_statistics.dense_reason)
         for sequence, length in plan.shipping:
             sequence.shipped = length
-        for sequence, *filled in plan.unsettled:
-            sequence.exchanged += 1
-            sequence.filled, sequence.fresh_filled = filled
+        for row in plan.rows:
+            row.sequence.exchanged += 1
+            row.sequence.filled, row.sequence.fresh_filled = row.filled_after, row.fresh_filled
     assert reasons == [
         *["below_threshold"] * 3,
         *["cache_rank_memory", "down", "shipping"],

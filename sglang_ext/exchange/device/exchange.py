@@ -20,14 +20,14 @@ from torch import Tensor
 from cache_rank.channels.transport import Pending, StreamPending
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.scatter import collect_tokens, copy_tokens
-from cache_rank.measure.timeline import Span
+from cache_rank.measure.timeline import Span, host_offset
 from cache_rank.protocol import bulk_shape
-from sglang_ext.exchange.base import Exchange
+from sglang_ext.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.exchange.device.gate import DeviceGate, StepTimes
 from sglang_ext.exchange.device.transfers import make_transfers
 from sglang_ext.exchange.pinned_ring import RING_ENTRIES
-from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
+from sglang_ext.exchange.slots import ExchangedRow, SlotBuffers
 from sglang_ext.lifecycle import SparseSequence
 
 _POLL_SECONDS = 5e-5
@@ -42,7 +42,7 @@ class _InflightStep:
     """One step; `waiting_since` is when it was first seen to have begun and not to be answered."""
 
     step: int
-    rows: ExchangedRows
+    rows: list[ExchangedRow]
     waiting_since: float | None = None
 
 
@@ -68,7 +68,7 @@ class InflightSteps:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def add(self, step: int, rows: ExchangedRows) -> None:
+    def add(self, step: int, rows: list[ExchangedRow]) -> None:
         """Add a step whose transfers have been queued."""
         with self._lock:
             self._steps.append(_InflightStep(step, rows))
@@ -96,7 +96,8 @@ class InflightSteps:
                     )
             with self._lock:
                 self._steps.popleft()
-            yield from zip(oldest.rows.sequences, shipped, strict=False)
+            for row, tokens in zip(oldest.rows, shipped, strict=False):
+                yield row.sequence, tokens
 
     def stale_requests(
         self, step: int, newest: int, outcome_of: Callable[[int], Outcome]
@@ -111,12 +112,12 @@ class InflightSteps:
         if entry is None:
             return []
         if step > newest:
-            return list(entry.rows.sequences)
+            return [row.sequence for row in entry.rows]
         return self._without_answer(entry, outcome_of(step)[0])
 
     def _without_answer(self, entry: _InflightStep, applied: Sequence[int]) -> list[SparseSequence]:
-        pairs = zip(entry.rows.sequences, applied, strict=False)
-        return [sequence for sequence, groups in pairs if groups != self._groups]
+        pairs = zip(entry.rows, applied, strict=False)
+        return [row.sequence for row, groups in pairs if groups != self._groups]
 
     def check_deadline(self, applied: int, computed: int) -> None:
         """Look for an overdue answer. Long prompts may be computed before a step is.
@@ -151,11 +152,17 @@ class DeviceExchange(Exchange):
     """The exchange between ranks that have a GPU each."""
 
     def __init__(
-        self, connection: Connection, config: CacheRankConfig, slots: SlotBuffers, gate: DeviceGate
+        self,
+        connection: Connection,
+        config: CacheRankConfig,
+        slots: SlotBuffers,
+        counters: ExchangeCounters,
+        gate: DeviceGate,
     ) -> None:
-        super().__init__(connection, config, slots)
+        super().__init__(connection, config, slots, counters)
         self._gate = gate
-        self._step, self._rows = 0, ExchangedRows()
+        self._step = 0
+        self._rows: list[ExchangedRow] = []
         self._inflight = InflightSteps(len(config.groups), connection.timeout)
         self._waits_for_itself = any(message.same_step for message in config.layer_messages)
         self._queued = 0
@@ -179,7 +186,7 @@ class DeviceExchange(Exchange):
         collect_tokens(slots.keys, slots.values, row, shipment)
         copy_tokens(slots.keys, slots.values, row, row)
 
-    def announce(self, step: int, rows: ExchangedRows, traced: bool = False) -> None:
+    def announce(self, step: int, rows: list[ExchangedRow], traced: bool = False) -> None:
         self._reap()
         self._step, self._rows = step, rows
         super().announce(step, rows, traced)
@@ -259,7 +266,7 @@ class DeviceExchange(Exchange):
         self._read_clock()
         times, self._times = self._times, []
         spans = self._transfers.times.take_spans()
-        offset = self._gate.clock.host_offset()
+        offset = host_offset(self._slots.device)
         for step_times in times:
             spans += self._layer_spans(step_times, offset)
         return spans

@@ -25,7 +25,6 @@ twice, every message after it would be a step late.
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import deque
 from itertools import pairwise
 from statistics import median
@@ -79,11 +78,6 @@ class StepClock:
         """Leave out the steps whose stamps have not been read."""
         self._under_way.clear()
 
-    @property
-    def newest(self) -> int:
-        """The last step whose forward pass is known to have been computed."""
-        return self._reported.newest
-
     def completed(self) -> StepTimes | None:
         """Return the times of the oldest step whose stamps have arrived."""
         if not self._under_way or self._under_way[0] > self._reported.newest:
@@ -91,13 +85,6 @@ class StepClock:
         step = self._under_way.popleft()
         start, *layers = self._reported.entry(step).tolist()
         return StepTimes(step, start, layers)
-
-    def host_offset(self) -> int:
-        """Return the nanoseconds from a stamp to the host's monotonic clock; stops the device."""
-        stamp = torch.zeros(1, dtype=torch.int64, device=self.stamps.device)
-        pack.stamp(stamp, 0)
-        torch.cuda.current_stream().synchronize()
-        return time.monotonic_ns() - int(stamp)
 
     def waits(self, times: StepTimes) -> list[float]:
         """Return the seconds that each group of a step waited for its slots.
@@ -167,6 +154,7 @@ class DeviceGate(Gate):
 
     @property
     def is_open(self) -> bool:
+        """Whether answers that forward passes wait for can still come."""
         return bool(self.accepts[0])
 
     def open(self) -> None:
@@ -240,7 +228,6 @@ class DeviceGate(Gate):
             self._join()
 
     def _complete(self, index: int) -> None:
-        """Say that a message is complete."""
         gate.raise_flag(self.computed, index, self._steps[1:])
         if index == 0:
             self.begun.post(self._steps[1:])

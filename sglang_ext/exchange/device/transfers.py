@@ -37,9 +37,7 @@ from cache_rank.protocol import AnswerHeader
 from sglang_ext.exchange.connection import Connection
 from sglang_ext.exchange.device.gate import DeviceGate
 from sglang_ext.exchange.pinned_ring import DeviceToHostRing, Field, HostToDeviceRing
-from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
-
-_UNTIMED = contextlib.nullcontext()
+from sglang_ext.exchange.slots import ExchangedRow, SlotBuffers
 
 
 class TransferTimes:
@@ -58,26 +56,18 @@ class TransferTimes:
         """Whether the current step is traced."""
         return self._step is not None
 
+    @contextlib.contextmanager
     def of(
         self,
         name: str,
         group: int,
         stream: torch.cuda.Stream,
         after: torch.cuda.Event | None = None,
-    ) -> contextlib.AbstractContextManager[None]:
-        """Time what is queued inside on a stream, from when an event has happened."""
-        step = self._step
-        return _UNTIMED if step is None else self._time(name, step, group, stream, after)
-
-    @contextlib.contextmanager
-    def _time(
-        self,
-        name: str,
-        step: int,
-        group: int,
-        stream: torch.cuda.Stream,
-        after: torch.cuda.Event | None,
     ) -> Iterator[None]:
+        """Time what is queued inside on a stream, from when an event has happened."""
+        if (step := self._step) is None:
+            yield
+            return
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         if after is not None:
             stream.wait_event(after)
@@ -185,7 +175,7 @@ class DeviceTransfers(ABC):
         self._gate.computed.zero_()  # steps of a connection that was lost may have raised them
         torch.cuda.synchronize(self._slots.device)
 
-    def queue(self, step: int, rows: ExchangedRows) -> None:
+    def queue(self, step: int, rows: list[ExchangedRow]) -> None:
         """Queue the transfers of a step, whose forward pass has been queued.
 
         Raises:
@@ -194,7 +184,7 @@ class DeviceTransfers(ABC):
         """
         self._numbers.write(
             step=[step],
-            first_rows=[self._slots.first_slot(sequence) for sequence in rows.sequences],
+            first_rows=[self._slots.first_slot(row.sequence) for row in rows],
             expected=_expected(rows, step, same_step=False),
             expected_fresh=_expected(rows, step, same_step=True),
         )
@@ -203,7 +193,7 @@ class DeviceTransfers(ABC):
         if self._config.checksum:
             self._compare_checksums(rows)
 
-    def _compare_checksums(self, rows: ExchangedRows) -> None:
+    def _compare_checksums(self, rows: list[ExchangedRow]) -> None:
         """Compare what slots hold after a step, when all of it has ended.
 
         Not after each answer: the host would load kernels and allocate memory, for which CUDA
@@ -368,5 +358,6 @@ class NcclTransfers(DeviceTransfers):
             return self._down.receive(messages.down[group].buffer, after, buffer_index=group)
 
 
-def _expected(rows: ExchangedRows, step: int, same_step: bool) -> list[int]:
-    return list(itertools.chain.from_iterable(rows.expected_headers(step, same_step)))
+def _expected(rows: list[ExchangedRow], step: int, same_step: bool) -> list[int]:
+    headers = (row.expected_header(step, same_step) for row in rows)
+    return list(itertools.chain.from_iterable(headers))

@@ -17,8 +17,9 @@ from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.wire.reference import from_wire, to_wire
 from cache_rank.protocol import DownMessage, Load, QueryProjection, Step, UpMessage, down_sizes
 from cache_rank.selector import Selector, SelectorStep
+from sglang_ext.exchange.base import ExchangeCounters
 from sglang_ext.exchange.host import HostExchange, HostGate
-from sglang_ext.exchange.slots import ExchangedRows, SlotBuffers
+from sglang_ext.exchange.slots import ExchangedRow, SlotBuffers
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
 
 CPU = torch.device("cpu")
@@ -153,14 +154,15 @@ class Decoding:
         return CONFIG.filled_after(self.position - 1, self.sequence.fresh_filled)
 
 
-def rows_of(batch: Sequence[Decoding | None]) -> ExchangedRows:
+def rows_of(batch: Sequence[Decoding | None]) -> list[ExchangedRow]:
     """The requests of a batch; None is a row that is not exchanged."""
-    rows = ExchangedRows()
-    for index, request in enumerate(batch):
-        if request is not None:
-            filled = request.filled_after, request.fresh_filled
-            rows.add(request.sequence, index, request.position, *filled)
-    return rows
+    return [
+        ExchangedRow(
+            request.sequence, index, request.position, request.filled_after, request.fresh_filled
+        )
+        for index, request in enumerate(batch)
+        if request is not None
+    ]
 
 
 class InferenceSide:
@@ -176,7 +178,7 @@ class InferenceSide:
         connection: Any = self.connection
         self.gate = HostGate()
         slots = SlotBuffers(config, self.keys, self.values)
-        self.exchange = HostExchange(connection, config, slots, self.gate)
+        self.exchange = HostExchange(connection, config, slots, ExchangeCounters(), self.gate)
         self.steps = 0
         self._sequence_ids = itertools.count(1)
 
@@ -221,7 +223,7 @@ class InferenceSide:
 
     def apply_answers(self) -> None:
         """Apply the answers as the next step does, group by group."""
-        self.exchange.announce(0, ExchangedRows())
+        self.exchange.announce(0, [])
         for group in range(len(self.config.groups)):
             self.gate.enter_group(group)
             self.gate.leave_group(group)

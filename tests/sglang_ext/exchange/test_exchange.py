@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from inference_side import BLOCK_ROWS, CONFIG, MODEL, Decoding, InferenceSide, Transfer
+from inference_side import BLOCK_ROWS, CONFIG, MODEL, Decoding, InferenceSide, Transfer, rows_of
 from torch import Tensor
 
 from cache_rank.channels.transport import TransportError
@@ -14,9 +14,8 @@ from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     AnswerHeader,
     DownMessage,
-    End,
-    Flush,
     Load,
+    QueryProjection,
     Restore,
     Row,
     Step,
@@ -42,7 +41,8 @@ def test_slots_hold_what_the_cache_rank_chose(config: CacheRankConfig, wire: str
     side = InferenceSide(msgspec.structs.replace(config, wire_dtype=wire, checksum=checksum))
     if config.forecasts:
         for layer in range(MODEL.layers):
-            side.exchange.project(layer, torch.randn(projection_shape(config)))
+            projection = torch.randn(projection_shape(config))
+            side.exchange.send_of_layer(QueryProjection(layer), projection)
     brought = side.exchange.counters.bulk_bytes
     first, second = side.arrive(40), side.arrive(25)
     batches: list[list[Decoding | None]] = [
@@ -72,15 +72,11 @@ def test_what_is_announced_is_what_is_exchanged() -> None:
     request = side.arrive(20)
     side.step([None, request])
     side.step([request], traced=True)
-    side.exchange.end([1])
-    side.exchange.flush()
     assert side.connection.sent == [
         Load(1, 0, 10),
         Load(1, 10, 10),
         Step(1, [Row(1, 20)]),
         Step(2, [Row(1, 21)], traced=True),
-        End([1]),
-        Flush(),
     ]
 
 
@@ -208,7 +204,6 @@ def test_a_shipment_is_what_the_pool_holds() -> None:
 def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:
     side = InferenceSide()
     request = side.arrive(20)
-    assert side.gate.is_open
 
     def lose(buffer: Tensor, buffer_index: int) -> Transfer:
         raise TransportError("the peer is gone")
@@ -216,11 +211,22 @@ def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:
     side.connection.link.up.send = lose
     with pytest.raises(TransportError, match="the peer is gone"):
         side.step([request])
-    assert not side.gate.is_open
+    assert side.gate.exchange is None
     assert side.connection.log.count("receive 0") == 0, "nothing is done after a loss"
-    assert isinstance(side.gate.failure, TransportError)
-    side.gate.close()
-    assert side.gate.failure is None, "its traceback holds the buffers of the lost connection"
+    assert side.exchange.stale_requests(side.steps, [request.sequence]) == [request.sequence]
+    side.connection.link.close = lambda: None
+    side.exchange.close()
+    assert side.exchange.failure is None, "its traceback holds the buffers of the lost connection"
+
+
+def test_a_step_that_has_its_answers_is_not_stale() -> None:
+    side = InferenceSide()
+    request = side.arrive(20)
+    side.step([request])
+    assert side.exchange.stale_requests(side.steps, [request.sequence]) == []
+    side.exchange.announce(2, rows_of([request]))
+    assert side.exchange.stale_requests(1, [request.sequence]) == []
+    assert side.exchange.stale_requests(2, [request.sequence]) == [request.sequence]
 
 
 @pytest.mark.parametrize("counted", [PAGE_TOKENS, 0, None])

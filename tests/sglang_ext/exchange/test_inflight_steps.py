@@ -10,7 +10,7 @@ import pytest
 from sglang_ext.exchange.connection import CacheRankDownError
 from sglang_ext.exchange.device import exchange
 from sglang_ext.exchange.device.exchange import InflightSteps, Outcome
-from sglang_ext.exchange.slots import ExchangedRows
+from sglang_ext.exchange.slots import ExchangedRow
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
 
 GROUPS, TIMEOUT = 2, 5.0
@@ -38,11 +38,8 @@ def sequence_of(sequence_id: int, ended: bool = False) -> SparseSequence:
     return SparseSequence(sequence_id, None, sequence_id, 0, 0, RequestStatistics(), ended=ended)
 
 
-def rows_of(*sequences: SparseSequence) -> ExchangedRows:
-    rows = ExchangedRows()
-    for index, sequence in enumerate(sequences):
-        rows.add(sequence, index, 20, 4, 4)
-    return rows
+def rows_of(*sequences: SparseSequence) -> list[ExchangedRow]:
+    return [ExchangedRow(sequence, index, 20, 4, 4) for index, sequence in enumerate(sequences)]
 
 
 def steps_of(*numbers: int) -> InflightSteps:
