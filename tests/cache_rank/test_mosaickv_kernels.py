@@ -76,7 +76,7 @@ def said_on_the_way(
     own strategy."""
     held = Held.empty(drifting(model, 470), model, device=device, **{**SHORT, **options})
     if not beside:
-        held.residency._executor = Immediately()  # type: ignore[assignment]
+        held.residency._memory.executor = Immediately()
     found = []
     held.load(250)
     for count in (7, 130, 40, 20, 6):  # to 257, 387, 427, 447, 453

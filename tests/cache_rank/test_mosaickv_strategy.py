@@ -14,8 +14,7 @@ from small_models import GQA, MHA, small_config
 from torch import Tensor
 
 from cache_rank import residency
-from cache_rank.kernels.mosaickv.store import Strategy
-from cache_rank.kernels.mosaickv.vectors import decode, lost_energy, rotation_of
+from cache_rank.kernels.mosaickv.vectors import Strategy, decode, lost_energy, rotation_of
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.segments import OPENING_TOKENS
 from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Compression
@@ -40,7 +39,7 @@ class Expected:
         losses: list[float] = []
 
         def due(index: int) -> int:
-            return ends[index] + (compression.delay if index else 0)
+            return ends[index] + (compression.step if index else 0)
 
         start = 0
         for last in range(BUFFER_TOKENS, count + 1, BUFFER_TOKENS):
@@ -61,6 +60,7 @@ class Expected:
             if last == OPENING_TOKENS or (
                 last > OPENING_TOKENS
                 and length >= compression.shortest
+                and length % compression.step == 0
                 and (length == compression.longest or sum(losses) > compression.threshold)
             ):
                 segment = held.tokens[..., start:last, :]

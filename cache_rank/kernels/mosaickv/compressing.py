@@ -1,4 +1,12 @@
-"""Buffers of newest tokens: their covariances, and packed vectors of a strategy, Triton."""
+"""Buffers of newest tokens are rotated and packed, Triton.
+
+Rate and element group are numbers that the kernel loads, not constants that it is compiled for: the
+first segment that has a strategy must not wait for a compiler.
+
+The place of an element in a packed vector is how many elements are kept before it. This count is a
+product with a triangular matrix of ones on the matrix unit, which is exact in float16, because
+Triton 3.6 miscompiles prefix sums of two dimensions in some layouts. `packed` counts bits.
+"""
 
 from __future__ import annotations
 
@@ -7,39 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.mosaickv.layout import Layout
-from cache_rank.kernels.mosaickv.packing import pack_rows
-from cache_rank.kernels.mosaickv.store import PackedStore
+from cache_rank.kernels.mosaickv.packed import Layout
+from cache_rank.kernels.mosaickv.reference import PackedStore
+from cache_rank.kernels.score.triton import multiplies_float32
 
-_COVARIANCE_TILE = 64
-"""A program multiplies this many channels with as many others."""
-
-
-def add_covariance(
-    store: PackedStore,
-    slot: int,
-    layers: range,
-    first: int,
-    last: int,
-    covariance: Tensor,
-) -> None:
-    """See the reference. One launch; D is a power of two."""
-    layout, (keys, values) = Layout.of(store), store.rings
-    assert covariance.is_contiguous()
-    tile = min(_COVARIANCE_TILE, layout.head_dim)
-    tiles = layout.head_dim // tile
-    _covariance[(len(layers) * layout.kv_heads * 2, tiles, tiles)](
-        keys,
-        values,
-        covariance,
-        covariance,
-        slot,
-        layers.start,
-        first,
-        last,
-        TILE=tile,
-        LAYOUT=layout,
-    )
+_SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+"""The smallest float32 that is not subnormal."""
 
 
 def compress_buffers(
@@ -50,148 +31,102 @@ def compress_buffers(
     layers: range,
     first: int,
     last: int,
-    losses: Tensor,
+    losses: Tensor | None = None,
 ) -> None:
-    """See the reference. Three launches, and scratch for the rotated vectors of a buffer.
-
-    What becomes of a buffer does not depend on which others come with it.
-    """
-    layout, buffers = Layout.of(store), (last - first) // store.buffer_tokens
-    keys, values = store.rings
+    """See the reference. One launch; D is a power of two."""
+    layout, (keys, values) = Layout.of(store), store.rings
+    assert losses is None or losses.is_contiguous()
     units = len(layers) * layout.kv_heads
-    vectors = (buffers, units, 2, layout.buffer, layout.columns)
-    rotated = torch.empty(vectors, dtype=torch.float32, device=keys.device)
-    lost = torch.empty((buffers, units, 2), dtype=torch.float64, device=keys.device)
-    numbers = (slot, row, layers.start, first)
-    _rotate[(units, 2, buffers)](
-        keys,
-        values,
-        store.rotations,
-        rotated,
-        *numbers,
-        LAYOUT=layout,
-        EXACT=not keys.is_cuda or keys.dtype == torch.float32,
-        num_warps=8,
-    )
-    _pack_buffer[(buffers, units, 2)](
+    _compress[((last - first) // store.buffer_tokens, units, 2)](
         keys,
         values,
         tuple(store.keys),
         tuple(store.values),
         store.numbers,
-        rotated,
-        lost,
+        store.rotations,
+        losses,
         pages,
-        *numbers,
+        slot,
+        row,
+        layers.start,
+        first,
         limit=torch.finfo(keys.dtype).max,
         LAYOUT=layout,
+        EXACT=multiplies_float32(keys),
         enable_fp_fusion=False,  # groups of the same energy as in the reference
-    )
-    _add_losses[(len(layers),)](
-        lost,
-        losses,
-        layers.start,
-        buffers,
-        VECTORS=2 * layout.kv_heads,
-        PADDED=triton.next_power_of_2(2 * layout.kv_heads),
-        num_warps=1,
     )
 
 
 @triton.jit
-def _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT: tl.constexpr):
-    """Load the tokens of a buffer as they came: (buffer, D)."""
-    unit = (slot.to(tl.int64) * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-    token = unit * LAYOUT.ring + first % LAYOUT.ring + tl.arange(0, LAYOUT.buffer)
-    at = token[:, None] * LAYOUT.head_dim + tl.arange(0, LAYOUT.head_dim)[None, :]
-    return tl.load((keys if part == 0 else values) + at)
+def rounded(numbers, DTYPE: tl.constexpr):
+    """Round finite float32 to another dtype; the interpreter's own cuts off bits of bfloat16."""
+    if DTYPE == tl.bfloat16:
+        bits = numbers.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        numbers = (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+    return numbers.to(DTYPE)
 
 
-@triton.jit(do_not_specialize=["slot", "first_layer", "first", "last"])
-def _covariance(
-    keys,
-    values,
-    before,
-    after,
-    slot,
-    first_layer,
-    first,
-    last,
-    TILE: tl.constexpr,
-    LAYOUT: tl.constexpr,
-):
-    """One program adds tokens to a tile of one covariance, of keys or values of a kv head."""
-    unit, part = tl.program_id(0) // 2, tl.program_id(0) % 2
-    layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
-    index = tl.arange(0, TILE)
-    row, column = tl.program_id(1) * TILE + index, tl.program_id(2) * TILE + index
-    source = (slot.to(tl.int64) * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-    ring = keys if part == 0 else values
-    ring += source * LAYOUT.ring * LAYOUT.head_dim
-    matrix = (layer.to(tl.int64) * 2 + part) * LAYOUT.kv_heads + head
-    at = (matrix * LAYOUT.head_dim + row)[:, None] * LAYOUT.head_dim + column[None, :]
-    # Not on the matrix unit: squares of what float32 holds may be beyond its range.
-    total = tl.load(before + at)  # [TILE, TILE]
-    for start in range(first, last, LAYOUT.buffer):
-        tokens = ring + start % LAYOUT.ring * LAYOUT.head_dim
-        product = tl.zeros((TILE, TILE), tl.float64)
-        for token in range(LAYOUT.buffer):
-            one = tl.load(tokens + token * LAYOUT.head_dim + row).to(tl.float64)
-            other = tl.load(tokens + token * LAYOUT.head_dim + column).to(tl.float64)
-            product += one[:, None] * other[None, :]
-        total += product
-    tl.store(after + at, total)
+@triton.jit
+def _set_before(bits):
+    """Count the ones before each entry of a row, (vectors, COLUMNS) of 0 and 1: int32."""
+    index = tl.arange(0, bits.shape[1])
+    ones = (index[:, None] < index[None, :]).to(tl.float16)
+    return tl.dot(bits.to(tl.float16), ones).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["slot", "row", "first_layer", "first"])
-def _rotate(
-    keys,
-    values,
-    rotations,
-    rotated,
-    slot,
-    row,
-    first_layer,
-    first,
-    LAYOUT: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """One program rotates a buffer's keys, or values, of one layer and kv head.
+@triton.jit
+def _group_energy(numbers, group):
+    """The energy of each number's group, the squares of which are added in order."""
+    COUNT: tl.constexpr = numbers.shape[0]
+    FOURS: tl.constexpr = numbers.shape[1] // 4
+    squares = numbers * numbers
+    even, odd = tl.split(tl.reshape(squares, (COUNT, FOURS, 2, 2)))
+    of_two = even + odd  # [COUNT, FOURS, 2]
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    of_four = (first + second + third + fourth)[:, :, None, None]
+    of_two = tl.broadcast_to(of_two[:, :, :, None], (COUNT, FOURS, 2, 2))
+    of_four = tl.broadcast_to(of_four, (COUNT, FOURS, 2, 2))
+    energy = tl.reshape(tl.where(group == 2, of_two, of_four), squares.shape)
+    return tl.where(group == 1, squares, energy)
 
-    It writes a row of COLUMNS float32 for each token.
+
+@triton.jit
+def _of_most_energy(energy, used, kept):
+    """Choose `kept` elements of most energy in each vector; ties go to the first ones.
+
+    The elements of a group all have its energy, and so are chosen together. The bound that `kept`
+    elements reach is found a bit at a time: numbers that are not negative are in the order of their
+    bits.
+
+    Returns:
+        (vectors, COLUMNS) int32, 1 where an element is chosen, else 0.
     """
-    # The rotation: [D, COLUMNS]
-    unit, part, buffer = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
-    first += buffer * LAYOUT.buffer
-    DTYPE: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
-    dims, channel = tl.arange(0, LAYOUT.head_dim), tl.arange(0, LAYOUT.columns)
-    matrix = ((row.to(tl.int64) * LAYOUT.layers + layer) * 2 + part) * LAYOUT.kv_heads + head
-    at = (matrix * LAYOUT.head_dim + dims)[:, None] * LAYOUT.channels + channel[None, :]
-    is_channel = (channel < LAYOUT.channels)[None, :]
-    rotation = tl.load(rotations + at, mask=is_channel, other=0.0).to(DTYPE)
-
-    # The tokens: [buffer, D]
-    tokens = _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT)
-    product = tl.dot(tokens.to(DTYPE), rotation, input_precision="ieee")
-    own = ((buffer.to(tl.int64) * tl.num_programs(0) + unit) * 2 + part) * LAYOUT.buffer
-    target = rotated + own * LAYOUT.columns
-    token = tl.arange(0, LAYOUT.buffer)
-    tl.store(target + token[:, None] * LAYOUT.columns + channel[None, :], product)
+    key = tl.where(used, energy.to(tl.int32, bitcast=True), -1)
+    bound = tl.zeros((energy.shape[0],), tl.int32)
+    for turn in range(31):
+        higher = bound | (1 << (30 - turn))
+        reached = tl.sum((key >= higher[:, None]).to(tl.int32), axis=1)
+        bound = tl.where(reached >= kept, higher, bound)
+    above = (key > bound[:, None]).to(tl.int32)
+    tied = (key == bound[:, None]).to(tl.int32)
+    missing = kept - tl.sum(above, axis=1)
+    return above + tied * (_set_before(tied) < missing[:, None]).to(tl.int32)
 
 
 @triton.jit(
     do_not_specialize=["slot", "row", "first_layer", "first", "limit"],
     do_not_specialize_on_alignment=["pages"],
 )
-def _pack_buffer(
+def _compress(
     keys,
     values,
     packed_keys,
     packed_values,
     numbers,
-    rotated,
-    lost,
+    rotations,
+    losses,
     pages,
     slot,
     row,
@@ -199,56 +134,61 @@ def _pack_buffer(
     first,
     limit,
     LAYOUT: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """One program packs a buffer's rows of `_rotate` into the pages.
-
-    They are the keys or the values of one layer and kv head. It also writes what share of their
-    energy they lose.
-    """
-    # The strategy, and where the buffer goes.
+    """One program compresses a buffer's keys, or values, of one layer and kv head."""
     buffer, unit, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    own = (buffer * tl.num_programs(1) + unit).to(tl.int64) * 2 + part
-    first += buffer * LAYOUT.buffer
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
-    of_strategy = numbers + (row.to(tl.int64) * LAYOUT.layers + layer) * 2
-    kept, group = tl.load(of_strategy), tl.load(of_strategy + 1)
-    width = (LAYOUT.channels // group + 7) // 8
-    page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
-    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    first += buffer * LAYOUT.buffer
     BUFFER: tl.constexpr = LAYOUT.buffer
-    index = tl.arange(0, BUFFER)
-    entry = tile * LAYOUT.page + first % LAYOUT.page + index
+    index, dims = tl.arange(0, BUFFER), tl.arange(0, LAYOUT.head_dim)
+    channel = tl.arange(0, LAYOUT.columns)
+    used = (channel < LAYOUT.channels)[None, :]
+    # The strategy: the rotation is [D, COLUMNS].
+    table = row.to(tl.int64) * LAYOUT.layers + layer
+    kept, group = tl.load(numbers + table * 2), tl.load(numbers + table * 2 + 1)
+    matrix = (table * 2 + part) * LAYOUT.kv_heads + head
+    at = (matrix * LAYOUT.head_dim + dims)[:, None] * LAYOUT.channels + channel[None, :]
+    rotation = tl.load(rotations + at, mask=used, other=0.0)
+    # The tokens, [BUFFER, D], and their rotated vectors, [BUFFER, COLUMNS].
+    in_ring = (slot.to(tl.int64) * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    token = in_ring * LAYOUT.ring + first % LAYOUT.ring + index
+    at = token[:, None] * LAYOUT.head_dim + dims[None, :]
+    tokens = tl.load((keys if part == 0 else values) + at)
+    DTYPE: tl.constexpr = tl.float32 if EXACT else keys.dtype.element_ty
+    rotated = tl.dot(tokens.to(DTYPE), rotation.to(DTYPE), input_precision="ieee")
+    # The same bits as `pack_vectors` of the reference.
+    largest = tl.max(tl.abs(rotated), axis=1)
+    largest = tl.where(largest >= _SMALLEST_NORMAL, largest, 1.0)
+    energy = _group_energy(tl.div_rn(rotated, largest[:, None]), group)
+    bits = _of_most_energy(energy, used, kept)
+    # The chosen elements, in the order of their channels.
     if part == 0:
         elements, bitmap = packed_keys
     else:
         elements, bitmap = packed_values
-    targets = (elements, bitmap, entry * LAYOUT.kept, entry * LAYOUT.bytes, width)
-    stored = pack_rows(
-        rotated,
-        own * BUFFER + index,
-        targets,
-        kept,
-        group,
-        limit,
-        CHANNELS=LAYOUT.channels,
-        COLUMNS=LAYOUT.columns,
-    )  # [buffer, COLUMNS]
+    page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
+    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    entry = tile * LAYOUT.page + first % LAYOUT.page + index
+    chosen, place = bits > 0, _set_before(bits)
+    stored = rounded(tl.clamp(rotated, -limit, limit), elements.dtype.element_ty)
+    # No more than r are stored, even if a vector is not finite and so has no order.
+    at = (entry * LAYOUT.kept)[:, None] + place
+    tl.store(elements + at, stored, mask=chosen & (place < kept))
+    # The bitmap, a byte at a time.
+    of_group = channel // group
+    is_first = (channel % group == 0)[None, :]
+    width = (LAYOUT.channels // group + 7) // 8
+    for byte in tl.static_range((LAYOUT.channels + 7) // 8):
+        in_byte = is_first & (of_group // 8 == byte)[None, :]
+        packed = tl.sum(tl.where(in_byte, bits << (of_group % 8)[None, :], 0), axis=1)
+        tl.store(bitmap + entry * LAYOUT.words * 4 + byte, packed.to(tl.uint8), byte < width)
     # The share of energy that the tokens lose.
-    tokens = _load_buffer(keys, values, part, slot, layer, head, first, LAYOUT).to(tl.float64)
-    energy = tl.sum(tokens * tokens, axis=1)
-    exact = stored.to(tl.float64)
-    share = 1 - tl.sum(exact * exact, axis=1) / tl.where(energy == 0, 1, energy)
-    share = tl.where(energy == 0, 0, tl.maximum(share, 0))
-    tl.store(lost + own, tl.sum(share, axis=0))
-
-
-@triton.jit(do_not_specialize=["first_layer", "buffers"])
-def _add_losses(lost, losses, first_layer, buffers, VECTORS: tl.constexpr, PADDED: tl.constexpr):
-    """One program adds the mean loss of a layer's VECTORS, of one buffer after another."""
-    layer, index = tl.program_id(0), tl.arange(0, PADDED)
-    total = tl.load(losses + first_layer + layer)
-    for buffer in range(buffers):
-        of_layer = lost + (buffer * tl.num_programs(0) + layer) * VECTORS
-        shares = tl.load(of_layer + index, mask=index < VECTORS, other=0.0)
-        total += tl.sum(shares, axis=0) / VECTORS
-    tl.store(losses + first_layer + layer, total)
+    if losses is not None:
+        exact = tokens.to(tl.float64)
+        energy = tl.sum(exact * exact, axis=1)
+        exact = tl.where(chosen, stored.to(tl.float64), 0.0)
+        share = 1 - tl.sum(exact * exact, axis=1) / tl.where(energy == 0, 1, energy)
+        share = tl.where(energy == 0, 0, tl.maximum(share, 0))
+        lost = ((buffer * LAYOUT.layers + layer) * 2 + part) * LAYOUT.kv_heads + head
+        tl.store(losses + lost, tl.sum(share, axis=0))

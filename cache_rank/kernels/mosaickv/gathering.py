@@ -7,11 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.mosaickv.layout import Layout
-from cache_rank.kernels.mosaickv.packing import rounded, tokens_in_pages
-from cache_rank.kernels.mosaickv.store import PackedStore
-from cache_rank.kernels.mosaickv.unpacking import in_words, no_word, unpack_part
+from cache_rank.kernels.mosaickv.compressing import rounded
+from cache_rank.kernels.mosaickv.packed import (
+    Layout,
+    in_words,
+    no_word,
+    tokens_in_pages,
+    unpack_part,
+)
+from cache_rank.kernels.mosaickv.reference import PackedStore
 from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.score.triton import multiplies_float32
 from cache_rank.kernels.wire.reference import wire_width
 from cache_rank.kernels.wire.triton import store_tokens
 
@@ -59,7 +65,7 @@ def gather_packed(
         CAPACITY=capacity,
         ENTRIES=_ENTRIES,
         LAYOUT=layout,
-        EXACT=not keys.is_cuda or keys.dtype == torch.float32,
+        EXACT=multiplies_float32(keys),
         maxnreg=_REGISTERS,
     )
 

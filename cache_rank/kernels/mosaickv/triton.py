@@ -1,13 +1,7 @@
-"""The operations of a step, Triton: `packing` and `unpacking` are what they have in common."""
+"""The operations of a step, Triton."""
 
-from cache_rank.kernels.mosaickv.compressing import add_covariance, compress_buffers
+from cache_rank.kernels.mosaickv.compressing import compress_buffers
 from cache_rank.kernels.mosaickv.gathering import gather_packed
-from cache_rank.kernels.mosaickv.scoring import score_packed_step, score_packed_workspace
+from cache_rank.kernels.mosaickv.scoring import score_packed_step
 
-__all__ = [
-    "add_covariance",
-    "compress_buffers",
-    "gather_packed",
-    "score_packed_step",
-    "score_packed_workspace",
-]
+__all__ = ["compress_buffers", "gather_packed", "score_packed_step"]

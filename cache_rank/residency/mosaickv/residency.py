@@ -13,7 +13,6 @@ graphs. An append is not: the host decides when segments end, and queues their c
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import torch
@@ -23,15 +22,12 @@ from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
-from cache_rank.kernels.mosaickv import (
-    gather_packed,
-    score_packed_step,
-    score_packed_workspace,
-)
+from cache_rank.kernels.mosaickv import gather_packed, score_packed_step
+from cache_rank.kernels.mosaickv.reference import PackedWorkspace, packed_workspace
 from cache_rank.residency.base import Residency
 from cache_rank.residency.mosaickv.memory import PackedMemory
 from cache_rank.residency.mosaickv.segments import Segments
-from cache_rank.residency.mosaickv.strategy import Compression
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Compression
 from cache_rank.residency.options import Between, OneOf, Ranges
 
 
@@ -80,23 +76,21 @@ class MosaicKVResidency(Residency):
 
     @classmethod
     def fixed_bytes(cls, config: CacheRankConfig) -> int:
-        """Memory of the slots, if each has its longest segment, which is being recompressed."""
+        """Memory of the slots."""
         model = config.model
         compression = Compression(cls.settings(config.kv_residency_options), model)
-        covariance = 2 * model.layers * model.kv_heads * model.head_dim**2 * 8
+        losses = compression.longest // BUFFER_TOKENS * 2 * model.layers * model.kv_heads * 8
         of_slot = (
             compression.originals * model.bytes_per_token
-            + compression.longest * compression.token_bytes
-            + 2 * covariance  # one of the finished segment, and one of the next
+            + losses
             + compression.strategy_bytes  # those of the opening
         )
         return config.max_rows * of_slot
 
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
         super().__init__(config, pages, device)
-        options = self.settings(config.kv_residency_options)
-        self._memory = PackedMemory(options, config, pages, device)
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mosaickv")
+        compression = Compression(self.settings(config.kv_residency_options), config.model)
+        self._memory = PackedMemory(compression, config.model, config.max_rows, pages, device)
         self._segments: dict[int, Segments] = {}
 
     def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
@@ -160,13 +154,13 @@ class MosaicKVResidency(Residency):
     def check(self) -> None:
         self._memory.not_finite.check()
 
-    def score_workspace(self, rows: int, layers: int, capacity: int) -> Any:
-        group = self._model.query_heads // self._model.kv_heads
+    def score_workspace(self, rows: int, layers: int, capacity: int) -> PackedWorkspace:
+        scores = super().score_workspace(rows, layers, capacity)
+        model = self._model
+        units, group = rows * layers * model.kv_heads, model.query_heads // model.kv_heads
         strategies = self._memory.compression.most_strategies(capacity)
-        return score_packed_workspace(
-            self._memory.store, rows, layers, group, capacity, strategies, self._device
-        )
+        return packed_workspace(self._memory.store, scores, units, group, strategies)
 
     def _begin(self, slot: int) -> None:
         self.end(slot)
-        self._segments[slot] = Segments(self._memory, self._executor, slot)
+        self._segments[slot] = Segments(self._memory, slot)

@@ -7,13 +7,14 @@ themselves; rate and element group are shared by all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from cache_rank.config import ModelShape, OptionValue
-from cache_rank.kernels.mosaickv.store import Strategy
 from cache_rank.kernels.mosaickv.vectors import (
-    PackedVectors,
+    Strategy,
     bitmap_bytes,
     lost_energy,
     pack_vectors,
@@ -40,7 +41,8 @@ class Compression:
     Attributes:
         longest, shortest: most tokens of a segment, a multiple of 512, and fewest of one other than
             the opening.
-        delay: tokens between the end of a segment and the step from which its own strategy serves.
+        step: tokens between two looks at the loss of a segment, and between its end and the token
+            from which its own strategy serves.
         originals: most tokens of a sequence that are held in full precision.
         threshold: the accumulated loss that ends a segment, in tokens that are lost altogether.
         channels: C, the number of channels that are left; a multiple of every group.
@@ -52,8 +54,8 @@ class Compression:
 
     def __init__(self, options: Mapping[str, OptionValue], model: ModelShape) -> None:
         self.longest, self.threshold = int(options["segment"]), float(options["threshold"])
-        self.shortest, self.delay = self.longest // 4, self.longest // 8
-        self.originals = self.longest + self.delay
+        self.shortest, self.step = self.longest // 4, self.longest // 8
+        self.originals = self.longest + self.step
         rates, wanted = (
             chosen if options[name] == "auto" else (float(options[name]),)
             for name, chosen in _AUTO.items()
@@ -110,18 +112,30 @@ class Compression:
         return Strategy(kept, group, rotations)
 
 
-def recompress(
-    tokens_of: Callable[[int], Tensor], covariance: Tensor, compression: Compression
-) -> list[tuple[Strategy, PackedVectors]]:
-    """Choose the strategy of each layer of a finished segment, and compress its tokens by it.
+class Strategies(NamedTuple):
+    """The strategies of all layers of a segment.
 
-    `tokens_of` a layer are all tokens of the segment, (2, Hkv, n, D); their covariance is
-    (layers, 2, Hkv, D, D) float64.
+    Attributes:
+        numbers: (layers, 2) int32 on the host: r and g.
+        rotations: (layers, 2, Hkv, D, C) in the dtype of the pool.
     """
-    found = []
+
+    numbers: Tensor
+    rotations: Tensor
+
+
+def find_strategies(
+    tokens_of: Callable[[int], Tensor], layers: range, compression: Compression
+) -> Strategies:
+    """Find the strategy of each layer of a segment; of a layer it has tokens (2, Hkv, n, D)."""
     # All layers are rotated at once: on a GPU, each by itself would take far longer.
-    for layer, rotations in enumerate(compression.rotations(covariance)):
-        tokens = tokens_of(layer)
-        strategy = compression.choose(tokens, rotations)
-        found.append((strategy, strategy.compress(tokens)))
-    return found
+    covariance = torch.stack([_covariance(tokens_of(layer)) for layer in layers])
+    rotations = compression.rotations(covariance)
+    chosen = [compression.choose(tokens_of(layer), rotations[layer])[:2] for layer in layers]
+    return Strategies(torch.tensor(chosen, dtype=torch.int32), rotations)
+
+
+def _covariance(tokens: Tensor) -> Tensor:
+    """The sum of xᵀx, float64, of which squares of what float32 holds are in range."""
+    parts = [part.double() for part in tokens.split(_SAMPLE_TOKENS, dim=2)]
+    return torch.stack([part.mT @ part for part in parts]).sum(dim=0)
