@@ -2,8 +2,7 @@
 
 vectors         rotations and packed vectors, plain torch
 reference       where the tokens of a step are, and the operations of a step
-triton          the same for GPUs: `compressing`, `scoring` and `gathering`
-packed          what kernels have in common
+triton          the same for GPUs; `scoring`: scores; `packed`: what kernels have in common
 """
 
 from cache_rank.kernels.by_device import by_device

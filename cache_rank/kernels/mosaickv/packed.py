@@ -86,13 +86,6 @@ def _set_bits(words):
 
 
 @triton.jit
-def no_word(entry):
-    """The state of `unpack_part` before the first part: a word, and the count of bits before it."""
-    word = tl.zeros(entry.shape, tl.uint32)
-    return word, word
-
-
-@triton.jit
 def unpack_part(vectors, entry, used, word, before, index, group, LAYOUT: tl.constexpr):
     """Unpack some neighbouring channels of packed vectors.
 
@@ -100,7 +93,7 @@ def unpack_part(vectors, entry, used, word, before, index, group, LAYOUT: tl.con
         vectors: what `in_words` returned.
         entry: (vectors,) int64, which vectors.
         used: (vectors,) whether there is one.
-        word, before: (vectors,) uint32, returned for the part before; at first those of `no_word`.
+        word, before: (vectors,) uint32, returned for the part before; at first 0.
         index: which part, a constant.
         group: how many neighbouring elements share a bit, 1, 2 or 4.
 

@@ -13,13 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.mosaickv.packed import (
-    Layout,
-    in_words,
-    no_word,
-    tokens_in_pages,
-    unpack_part,
-)
+from cache_rank.kernels.mosaickv.packed import Layout, in_words, tokens_in_pages, unpack_part
 from cache_rank.kernels.mosaickv.reference import PackedStore, PackedWorkspace
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.triton import (
@@ -84,14 +78,10 @@ def score_packed_step(
         workspace.weights,
         in_words(store.keys),
         key_ring,
-        store.strategy_of,
-        store.rows,
-        rows.slots,
-        rows.positions,
-        store.numbers,
-        rows.page_table,
-        logits=logits,
-        partial=partial,
+        (store.strategy_of, store.rows, store.numbers),
+        *rows,
+        logits,
+        partial,
         first_layer=first_layer,
         scale=scale,
         page_stride=rows.page_table.stride(0),
@@ -197,12 +187,10 @@ def _score(
     query_weights,
     keys,
     key_ring,
-    strategy_of,
-    rows,
+    tables,
+    page_table,
     slots,
     positions,
-    numbers,
-    page_table,
     logits,
     partial,
     first_layer,
@@ -225,6 +213,7 @@ def _score(
 ):
     """One program scores CHUNK tokens of a unit, a row, layer and kv head."""
     # The chunk, how many of its tokens are packed, and whether there is anything to do.
+    strategy_of, rows, numbers = tables
     chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = unit // (LAYERS * KV_HEADS)
     slot = tl.load(slots + row).to(tl.int64)
@@ -262,7 +251,8 @@ def _score(
             entry = tile * LAYOUT.page + token % LAYOUT.page
             # Products, some channels after the other: [VECTORS, COUNT]
             product = tl.zeros((VECTORS, COUNT), tl.float32)
-            word, before = no_word(entry)
+            none = tl.zeros(entry.shape, tl.uint32)
+            word, before = none, none
             for part in tl.static_range(CHANNEL_PARTS):
                 key, word, before = unpack_part(
                     keys, entry, used, word, before, part, group, LAYOUT
