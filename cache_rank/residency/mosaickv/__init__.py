@@ -1,11 +1,12 @@
-"""The format `mosaickv`, as the selector drives it.
+"""`mosaickv`: rotated keys and values, of which each keeps its largest elements (MosaicKV 4-5).
 
-Tokens are compressed by a strategy of their segment, see segments.py; their codes are in pages,
-laid out for the largest of the configured strategies, see memory.py. How tokens are scored and
-decoded is specified in kernels/mosaickv/reference.py.
+segments    which strategy each token of a sequence has, and when
+strategy    how the tokens of a segment are compressed
+memory      pages of packed vectors, rings of newest tokens, tables of strategies
 
-The paper's GPU-side compression buffer is the pages, and its CPU-side buffer the rings of newest
-tokens, which hold the newest segments in full precision: here, too, on the device.
+How tokens are scored and decoded is specified in kernels/mosaickv/reference.py. The paper's
+GPU-side compression buffer is the pages, and its CPU-side buffer the rings of newest tokens, which
+hold the newest segments in full precision: here, too, on the device.
 
 What every step does is the same work, whatever it finds: scores and gathers run from captured
 graphs. An append is not: the host decides when segments end, and queues their compression.
@@ -27,7 +28,7 @@ from cache_rank.kernels.mosaickv.reference import PackedWorkspace, packed_worksp
 from cache_rank.residency.base import Residency
 from cache_rank.residency.mosaickv.memory import PackedMemory
 from cache_rank.residency.mosaickv.segments import Segments
-from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Compression
+from cache_rank.residency.mosaickv.strategy import Compression
 from cache_rank.residency.options import Between, OneOf, Ranges
 
 
@@ -70,27 +71,19 @@ class MosaicKVResidency(Residency):
 
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
-        """Memory of a token, and its share of the strategies: the shortest segments have most."""
-        compression = Compression(cls.settings(config.kv_residency_options), config.model)
-        return compression.token_bytes - (-compression.strategy_bytes // compression.shortest)
+        return cls._compression(config).token_bytes
 
     @classmethod
     def fixed_bytes(cls, config: CacheRankConfig) -> int:
-        """Memory of the slots."""
-        model = config.model
-        compression = Compression(cls.settings(config.kv_residency_options), model)
-        losses = compression.longest // BUFFER_TOKENS * 2 * model.layers * model.kv_heads * 8
-        of_slot = (
-            compression.originals * model.bytes_per_token
-            + losses
-            + compression.strategy_bytes  # those of the opening
-        )
-        return config.max_rows * of_slot
+        return config.max_rows * cls._compression(config).slot_bytes
+
+    @classmethod
+    def _compression(cls, config: CacheRankConfig) -> Compression:
+        return Compression(cls.settings(config.kv_residency_options), config.model)
 
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
         super().__init__(config, pages, device)
-        compression = Compression(self.settings(config.kv_residency_options), config.model)
-        self._memory = PackedMemory(compression, config.model, config.max_rows, pages, device)
+        self._memory = PackedMemory(self._compression(config), config, pages, device)
         self._segments: dict[int, Segments] = {}
 
     def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
@@ -98,13 +91,12 @@ class MosaicKVResidency(Residency):
             self._begin(slot)
         segments, every_layer = self._segments[slot], range(self._model.layers)
         (place,) = upload((torch.tensor([slot], dtype=torch.int32),), self._device)
-        stop = start + shipment.shape[2]
-        begin = start
+        begin, stop = start, start + shipment.shape[2]
         while begin < stop:  # what is compressed next may still lie where later tokens go
-            end = segments.at_once(stop)
+            end = segments.at_once(begin, stop)
             part = shipment[:, :, begin - start : end - start].contiguous()
             load_tokens(part, *self._memory.store.rings, place, begin)
-            segments.append(pages, every_layer, end)
+            segments.append(pages, every_layer, begin, end)
             begin = end
 
     def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
@@ -120,32 +112,19 @@ class MosaicKVResidency(Residency):
         )
         for row, (slot, position) in enumerate(rows.on_host):
             if slot >= 0:
-                self._segments[slot].append(rows.paged.page_table[row], layers, position + 1)
+                pages = rows.paged.page_table[row]
+                self._segments[slot].append(pages, layers, position, position + 1)
 
     def _score(
         self, rows: BatchMetadata, layers: range, queries: Tensor, workspace: Any, out: Tensor
     ) -> None:
-        score_packed_step(
-            self._memory.store,
-            queries,
-            rows.paged,
-            layers.start,
-            self._model.scale,
-            workspace,
-            out,
-        )
+        place, scale = (rows.paged, layers.start), self._model.scale
+        score_packed_step(self._memory.store, queries, *place, scale, workspace, out)
 
     def gather(
         self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
-        gather_packed(
-            self._memory.store,
-            rows.paged,
-            layers.start,
-            entering,
-            keys,
-            values,
-        )
+        gather_packed(self._memory.store, rows.paged, layers.start, entering, keys, values)
 
     def end(self, slot: int) -> None:
         if (ended := self._segments.pop(slot, None)) is not None:

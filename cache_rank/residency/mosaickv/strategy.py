@@ -7,7 +7,6 @@ themselves; rate and element group are shared by all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +47,9 @@ class Compression:
         channels: C, the number of channels that are left; a multiple of every group.
         kept: most elements of a vector.
         bitmap_bytes: most bytes of a bitmap, in whole words of 4.
-        token_bytes: memory of a token's key and value, all layers.
-        strategy_bytes: memory of one segment's strategies, all layers.
+        token_bytes: memory of a token, and its share of the strategies: the shortest segments have
+            most.
+        slot_bytes: memory of a slot: tokens in full precision, losses, strategies of the opening.
     """
 
     def __init__(self, options: Mapping[str, OptionValue], model: ModelShape) -> None:
@@ -62,12 +62,7 @@ class Compression:
         )
         head_dim = model.head_dim
         self._dtype = model.torch_dtype
-        groups = tuple(int(group) for group in wanted if head_dim % group == 0)
-        if not groups:
-            raise ValueError(
-                f"kv_residency_options group={options['group']}: does not divide the head "
-                f"dimension {head_dim}"
-            )
+        groups = tuple(map(int, wanted))
         largest = groups[0]
         left = head_dim - int(head_dim * float(options["dropped"]) / 100)
         self.channels = -(-left // largest) * largest
@@ -80,8 +75,11 @@ class Compression:
         self.bitmap_bytes = -(-bitmap_bytes(self.channels, groups[-1]) // 4) * 4
         self._largest_loss = float(options["loss"])
         heads, itemsize = 2 * model.layers * model.kv_heads, model.torch_dtype.itemsize
+        strategy_bytes = heads * head_dim * self.channels * itemsize
         self.token_bytes = heads * (self.kept * itemsize + self.bitmap_bytes)
-        self.strategy_bytes = heads * head_dim * self.channels * itemsize
+        self.token_bytes += -(-strategy_bytes // self.shortest)
+        self.slot_bytes = self.originals * model.bytes_per_token + strategy_bytes
+        self.slot_bytes += self.longest // BUFFER_TOKENS * heads * 8
 
     def most_strategies(self, tokens: int) -> int:
         """Most strategies of a sequence of so many tokens."""
@@ -112,27 +110,19 @@ class Compression:
         return Strategy(kept, group, rotations)
 
 
-class Strategies(NamedTuple):
-    """The strategies of all layers of a segment.
-
-    Attributes:
-        numbers: (layers, 2) int32 on the host: r and g.
-        rotations: (layers, 2, Hkv, D, C) in the dtype of the pool.
-    """
-
-    numbers: Tensor
-    rotations: Tensor
-
-
 def find_strategies(
     tokens_of: Callable[[int], Tensor], layers: range, compression: Compression
-) -> Strategies:
-    """Find the strategy of each layer of a segment; of a layer it has tokens (2, Hkv, n, D)."""
+) -> tuple[Tensor, Tensor]:
+    """Find the strategy of each layer of a segment; of a layer it has tokens (2, Hkv, n, D).
+
+    Returns:
+        r and g, (layers, 2) int32 on the host, and rotations (layers, 2, Hkv, D, C).
+    """
     # All layers are rotated at once: on a GPU, each by itself would take far longer.
     covariance = torch.stack([_covariance(tokens_of(layer)) for layer in layers])
     rotations = compression.rotations(covariance)
     chosen = [compression.choose(tokens_of(layer), rotations[layer])[:2] for layer in layers]
-    return Strategies(torch.tensor(chosen, dtype=torch.int32), rotations)
+    return torch.tensor(chosen, dtype=torch.int32), rotations
 
 
 def _covariance(tokens: Tensor) -> Tensor:
