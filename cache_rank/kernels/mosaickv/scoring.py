@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_rank.kernels.coded.tokens import place_in_pages
 from cache_rank.kernels.mosaickv.packed import Layout, in_words, tokens_in_pages, unpack_part
 from cache_rank.kernels.mosaickv.reference import PackedStore, PackedWorkspace
 from cache_rank.kernels.rows import PagedRows
@@ -246,9 +247,7 @@ def _score(
         for begin in range(first, last, VECTORS):
             token = begin + tl.arange(0, VECTORS)
             used = token < last
-            page = tl.load(pages + token // LAYOUT.page, mask=used, other=0).to(tl.int64)
-            tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-            entry = tile * LAYOUT.page + token % LAYOUT.page
+            entry = place_in_pages(pages, token, layer, head, LAYOUT, used)
             # Products, some channels after the other: [VECTORS, COUNT]
             product = tl.zeros((VECTORS, COUNT), tl.float32)
             none = tl.zeros(entry.shape, tl.uint32)

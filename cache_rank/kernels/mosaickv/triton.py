@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_rank.kernels.coded.tokens import place_in_pages
 from cache_rank.kernels.mosaickv.packed import Layout, in_words, tokens_in_pages, unpack_part
 from cache_rank.kernels.mosaickv.reference import PackedStore
 from cache_rank.kernels.mosaickv.scoring import score_packed_step
@@ -214,9 +215,7 @@ def _compress(
         elements, bitmap = packed_keys
     else:
         elements, bitmap = packed_values
-    page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
-    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-    entry = tile * LAYOUT.page + first % LAYOUT.page + index
+    entry = place_in_pages(pages, first, layer, head, LAYOUT) + index
     chosen, place = bits > 0, _set_before(bits)
     stored = rounded(tl.clamp(rotated, -limit, limit), elements.dtype.element_ty)
     # No more than r are stored, even if a vector is not finite and so has no order.
@@ -283,10 +282,8 @@ def _gather(
     of_slot = strategy_of + slot * buffers
     packed = tokens_in_pages(of_slot, tl.load(positions + row) + 1, LAYOUT)
     is_packed = used & (position < packed)
-    page_at = row * page_stride + position // LAYOUT.page
-    page = tl.load(page_table + page_at, mask=is_packed, other=0).to(tl.int64)
-    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-    token = tile * LAYOUT.page + position % LAYOUT.page
+    pages = page_table + row * page_stride
+    token = place_in_pages(pages, position, layer, head, LAYOUT, is_packed)
     strategy = tl.load(of_slot + position // LAYOUT.buffer, mask=is_packed, other=-1)
 
     # Tokens that are not packed yet, from the ring: [ENTRIES, D]
