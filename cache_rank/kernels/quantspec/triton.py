@@ -44,10 +44,6 @@ _ONE_WARP = Launch(chunks=1, warps=1, stages=5, ring_block=16)
 """Programs of one warp wait for no other: queries change with every group."""
 
 
-class _NoConstants(NamedTuple):
-    """What `_encode` and `_gather` are compiled for: nothing beside the layout."""
-
-
 class _Scoring(NamedTuple):
     """What `_logits` is compiled for.
 
@@ -61,7 +57,7 @@ class _Scoring(NamedTuple):
 
 
 def _encoding(tokens: CodedTokens) -> Parameters:
-    return Parameters((), _NoConstants())
+    return Parameters()
 
 
 def _scoring(tokens: CodedTokens, queries: Tensor, out: Tensor) -> Parameters:
