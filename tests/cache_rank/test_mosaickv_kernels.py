@@ -18,7 +18,7 @@ from cache_rank.kernels import by_device
 from cache_rank.kernels.wire.reference import to_wire
 from cache_rank.protocol import Row
 
-ONE_LAYER = ModelShape(1, 3, 1, 8, "bfloat16", 8**-0.5)
+ONE_LAYER = ModelShape(1, 3, 1, 16, "bfloat16", 1 / 4)
 LARGE = ModelShape(3, 8, 2, 128, "bfloat16", 128**-0.5)
 
 
