@@ -127,5 +127,5 @@ def find_strategies(
 
 def _covariance(tokens: Tensor) -> Tensor:
     """The sum of xᵀx, float64, of which squares of what float32 holds are in range."""
-    parts = [part.double() for part in tokens.split(_SAMPLE_TOKENS, dim=2)]
+    parts = (part.double() for part in tokens.split(_SAMPLE_TOKENS, dim=2))
     return torch.stack([part.mT @ part for part in parts]).sum(dim=0)
