@@ -51,7 +51,7 @@ from cache_rank.selector import Selector
 WARM_UP_TOKENS = 768
 """A sequence of so many tokens has used all kernels of every format, but for those of its steps.
 
-`mosaickv` needs most: 256 open a sequence, and two runs of 256 are compressed by what they were.
+`mosaickv` needs most: 256 open a sequence, and later ones are compressed by what they were.
 """
 
 PEER_SECONDS = 600.0

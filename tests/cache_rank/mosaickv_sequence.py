@@ -12,7 +12,7 @@ from small_models import MHA
 from torch import Tensor
 
 from cache_rank.config import ModelShape
-from cache_rank.kernels.mosaickv.store import Strategy, load_vectors, packed_tokens, runs_of
+from cache_rank.kernels.mosaickv.vectors import Strategy, bitmap_bytes
 from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
 
 DENSE: dict[str, Any] = {"rate": 0, "dropped": 0}
@@ -64,26 +64,22 @@ class Held(held_sequences.Held):
 
     def runs(self, layer: int) -> list[tuple[int, int, Strategy]]:
         """The strategies of the tokens in the pages."""
-        store = self.residency._memory.store
-        packed = packed_tokens(store, self.slot, self.resident)
-        return list(runs_of(store, self.slot, layer, packed))
+        return self.residency._memory.store.runs(self.slot, layer, self.resident)
 
     def codes(self) -> list[bytes]:
         """Of all that is in the pages, with the rotations that it is relative to."""
         found = []
         pages, store = torch.tensor(self.pages), self.residency._memory.store
-        heads = torch.arange(self.config.model.kv_heads).unsqueeze(-1)
         for layer in self.layers:
             for first, last, strategy in self.runs(layer):
                 position = torch.arange(first, last)
-                vectors_of_run = [
-                    load_vectors(store, plane, pages, layer, heads, position, strategy)
-                    for plane in (store.keys, store.values)
-                ]
-                for vectors in (*vectors_of_run, (strategy.rotations,)):
-                    found += [
-                        part.contiguous().view(torch.uint8).numpy().tobytes() for part in vectors
-                    ]
+                page, entry = pages[position // store.page_tokens], position % store.page_tokens
+                width = bitmap_bytes(strategy.rotations.shape[-1], strategy.group)
+                parts = [strategy.rotations]
+                for elements, bitmap in (store.keys, store.values):
+                    parts.append(elements[page, layer, :, entry, : strategy.kept])
+                    parts.append(bitmap[page, layer, :, entry, :width])
+                found += [part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts]
         return found
 
 

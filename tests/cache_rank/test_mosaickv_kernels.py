@@ -18,7 +18,7 @@ from cache_rank.kernels import by_device
 from cache_rank.kernels.wire.reference import to_wire
 from cache_rank.protocol import Row
 
-ONE_LAYER = ModelShape(1, 3, 1, 8, "bfloat16", 8**-0.5)
+ONE_LAYER = ModelShape(1, 3, 1, 16, "bfloat16", 1 / 4)
 LARGE = ModelShape(3, 8, 2, 128, "bfloat16", 128**-0.5)
 
 
@@ -76,7 +76,7 @@ def said_on_the_way(
     own strategy."""
     held = Held.empty(drifting(model, 470), model, device=device, **{**SHORT, **options})
     if not beside:
-        held.residency._executor = Immediately()  # type: ignore[assignment]
+        held.residency._memory.executor = Immediately()
     found = []
     held.load(250)
     for count in (7, 130, 40, 20, 6):  # to 257, 387, 427, 447, 453

@@ -15,12 +15,8 @@ from hypothesis import strategies as st
 from mosaickv_sequence import DENSE, SHORT, Held, Immediately, drifting
 from served_selector import Served
 from small_models import GQA, MHA, MODELS, small_config
-from torch import Tensor
 
-from cache_rank.copies import Readback
 from cache_rank.kernels.score.reference import score_tokens
-from cache_rank.residency.mosaickv import segments as mosaickv_segments
-from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS
 
 
 @given(data=st.data())
@@ -63,33 +59,13 @@ class AtLast(Executor):
 def test_nothing_depends_on_how_long_the_thread_takes(executor: type[Executor]) -> None:
     tokens = drifting(MHA, 1200)
     held, other = (Held.empty(tokens, **SHORT) for _ in range(2))
-    held.residency._executor = executor()  # type: ignore[assignment]
+    held.residency._memory.executor = executor()  # type: ignore[assignment]
     queries = held.queries()
     for count in (300, 200, 90, 31, 1, 1, 200, 377):
         for one in (held, other):
             one.load(count)
         assert held.codes() == other.codes()
         assert torch.equal(held.score(queries), other.score(queries))
-
-
-class OnlyWhenWaitedFor(Readback):
-    """A device so slow that nothing has come before it is waited for."""
-
-    def value(self) -> Tensor | None:
-        return None
-
-
-def test_nothing_depends_on_how_soon_losses_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    tokens = drifting(MHA, 2000)
-    whole, at_hand = Held.whole(tokens, **SHORT), Held.empty(tokens, **SHORT)
-    while at_hand.resident < 2000:
-        at_hand.load(min(BUFFER_TOKENS, 2000 - at_hand.resident))
-    monkeypatch.setattr(mosaickv_segments, "Readback", OnlyWhenWaitedFor)
-    late = Held.empty(tokens, **SHORT)
-    for count in (300, 500, 1, 31, 1, 700, 200, 20, 247):
-        late.load(count)
-    assert late.resident == 2000
-    assert late.codes() == at_hand.codes() == whole.codes()
 
 
 def test_the_thread_is_another_and_a_step_does_not_wait_before_the_result_is_due() -> None:
@@ -101,7 +77,7 @@ def test_the_thread_is_another_and_a_step_does_not_wait_before_the_result_is_due
         thread.append(threading.current_thread())
         assert go_on.wait(60)
 
-    held.residency._executor.submit(wait)
+    held.residency._memory.executor.submit(wait)
     held.append()  # the segment of 128 tokens ends, and its own strategy waits for `wait`
     before = held.read()
     while held.resident < 384 + 64 - 1:

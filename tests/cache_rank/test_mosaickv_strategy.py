@@ -5,17 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from held_sequences import CPU, PAGES
 from mosaickv_sequence import SHORT, WIDE, Held, drifting
-from small_models import GQA, MHA, small_config
+from small_models import MHA
 from torch import Tensor
 
-from cache_rank import residency
-from cache_rank.kernels.mosaickv.store import Strategy
-from cache_rank.kernels.mosaickv.vectors import decode, lost_energy, rotation_of
+from cache_rank.kernels.mosaickv.vectors import Strategy, decode, lost_energy, rotation_of
 from cache_rank.residency.mosaickv import MosaicKVResidency
 from cache_rank.residency.mosaickv.segments import OPENING_TOKENS
 from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, Compression
@@ -40,7 +36,7 @@ class Expected:
         losses: list[float] = []
 
         def due(index: int) -> int:
-            return ends[index] + (compression.delay if index else 0)
+            return ends[index] + (compression.step if index else 0)
 
         start = 0
         for last in range(BUFFER_TOKENS, count + 1, BUFFER_TOKENS):
@@ -61,7 +57,11 @@ class Expected:
             if last == OPENING_TOKENS or (
                 last > OPENING_TOKENS
                 and length >= compression.shortest
-                and (length == compression.longest or sum(losses) > compression.threshold)
+                and length % compression.step == 0
+                and (
+                    length == compression.longest
+                    or sum(losses[: -compression.step // BUFFER_TOKENS]) > compression.threshold
+                )
             ):
                 segment = held.tokens[..., start:last, :]
                 exact = segment.double()
@@ -147,12 +147,3 @@ def test_options_fix_what_is_chosen() -> None:
     for strategy in held.strategies():
         assert strategy[:2] == (24, 2)
         assert strategy.rotations.shape == (2, 2, 64, 32)
-
-
-def test_a_group_that_does_not_divide_the_head_dimension_is_refused_or_not_chosen() -> None:
-    model = msgspec.structs.replace(GQA, head_dim=6)
-    config = small_config(model, kv_residency="mosaickv", kv_residency_options={"group": 4})
-    with pytest.raises(ValueError, match="group=4: does not divide the head dimension 6"):
-        residency.create(config, PAGES, CPU)
-    held = Held.whole(drifting(model, 600), model, **SHORT)
-    assert {strategy.group for strategy in held.strategies()} <= {1, 2}

@@ -57,13 +57,13 @@ def decoded(
         groups = lynx.decode_tokens(lynx.align(lynx.encode_page(pages, alpha)), alpha, fine)
     elif name == "hack":
         if is_keys:
-            groups = hack.decode_keys(hack.encode_keys(complete, 4, 64), 4, 64)
+            groups = hack.decode(hack.encode_keys(complete, 4, 64), 4, 64)
         else:
-            groups = hack.decode_values(hack.encode_values(complete, 4, 64), 4, 64)
+            groups = hack.decode(hack.encode_values(complete, 4, 64), 4, 64)
         return torch.cat((groups, rest.float()), dim=-2)
     else:
-        encode = quantspec.encode_keys if is_keys else quantspec.encode_values
-        groups = quantspec.decode(encode(complete.unflatten(-2, (-1, 128))), 8 if fine else 4)
+        codes = quantspec.encode(complete.unflatten(-2, (-1, 128)), dim=-2 if is_keys else -1)
+        groups = quantspec.decode(codes, 8 if fine else 4)
     return torch.cat((groups.flatten(-3, -2), rest.float()), dim=-2)
 
 
@@ -156,7 +156,7 @@ def test_scores_of_hack_take_the_query_in_8_bits_but_for_the_newest_keys(count: 
     queries = torch.randn(SINGLE.layers, SINGLE.query_heads, SINGLE.head_dim, generator=generator)
     keys = decoded("hack", held.keys, is_keys=True)
     grouped = queries.unflatten(1, (SINGLE.kv_heads, -1))
-    in_8_bits = hack.decode_keys(hack.encode_queries(grouped, 64), 8, 64)
+    in_8_bits = hack.decode(hack.encode_queries(grouped, 64), 8, 64)
     coded = coded_tokens("hack", count)
     parts = (
         in_8_bits @ keys[:, :, :coded].transpose(-1, -2),
@@ -185,9 +185,9 @@ def test_hack_encodes_by_its_options(bits: int, partition: int, seed: int | None
     assert codes_of(held) == codes_of(by_steps)
     keys, values = (part[:, :, :128] for part in (held.keys, held.values))
     encoded = hack.encode_keys(keys, bits, partition, seed)
-    expected_keys = hack.decode_keys(encoded, bits, partition)
+    expected_keys = hack.decode(encoded, bits, partition)
     encoded = hack.encode_values(values, bits, partition, seed)
-    expected_values = hack.decode_values(encoded, bits, partition)
+    expected_values = hack.decode(encoded, bits, partition)
     found = held.read(positions=torch.arange(128))
     for part, expected in zip(found, (expected_keys, expected_values), strict=True):
         assert torch.equal(part, expected.to(part.dtype))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cache_rank.kernels.coded import reference, triton
 from cache_rank.kernels.coded.reference import CodedTokens
-from cache_rank.kernels.hack.reference import HackCodec, decode_keys, encode_queries
+from cache_rank.kernels.hack.reference import HackCodec, decode, encode_queries
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
 
@@ -117,7 +117,7 @@ def test_hack_is_attention_to_decoded_tokens_but_for_8_bit_queries_and_weights(
     codec = sequences.tokens.codecs[1]
     assert isinstance(codec, HackCodec)
     queries = random_queries(sequences, 3, 2)
-    rounded = decode_keys(encode_queries(queries, codec.partition), 8, codec.partition)
+    rounded = decode(encode_queries(queries, codec.partition), 8, codec.partition)
     out, log_sums = attended(reference, sequences, queries)
     for row in (0, 2, 3):
         keys, values = decoded(sequences, row)

@@ -15,8 +15,7 @@ from cache_rank.kernels.hack.reference import (
     GROUP,
     HackKeys,
     HackValues,
-    decode_keys,
-    decode_values,
+    decode,
     encode_keys,
     encode_queries,
     encode_values,
@@ -32,12 +31,6 @@ seeds = st.one_of(st.none(), st.integers(0, 65535))
 encoders = pytest.mark.parametrize("encode", [encode_keys, encode_values], ids=["keys", "values"])
 SINGLE = torch.finfo(torch.float32)
 Codes = HackKeys | HackValues
-
-
-def decode(codes: Codes, bits: int, partition: int = GROUP) -> Tensor:
-    if isinstance(codes, HackKeys):
-        return decode_keys(codes, bits, partition)
-    return decode_values(codes, bits, partition)
 
 
 def of_each(entries: Tensor, partition: int, count: int, dim: int) -> Tensor:
@@ -159,8 +152,8 @@ def test_products_on_codes_are_those_of_what_they_decode_to(
     keys = encode_keys(tokens, bits, partition, seed)
     found = score_keys(queries, keys, 0.25, bits, partition) * 4
     encoded = encode_queries(queries, partition)
-    decoded = decode_keys(keys, bits, partition).double().transpose(-1, -2)
-    expected = decode_keys(encoded, 8, partition).double() @ decoded
+    decoded = decode(keys, bits, partition).double().transpose(-1, -2)
+    expected = decode(encoded, 8, partition).double() @ decoded
     # Terms may cancel: the four are of the size of the ranges, not of the elements.
     largest = of_each(encoded.minimum.abs() + 255 * encoded.scale, partition, head_dim, -1)
     sizes = largest.double() @ decoded.abs().amax(-1, keepdim=True)
@@ -176,12 +169,12 @@ def test_stochastic_rounding_keeps_the_mean(encode: Callable[..., Codes], bits: 
     repeated = 150
     mean = torch.zeros_like(group, dtype=torch.float64)
     for seed in range(repeated):
-        mean += decode(encode(group, bits, GROUP, seed), bits) / repeated
+        mean += decode(encode(group, bits, GROUP, seed), bits, GROUP) / repeated
     codes = encode(group, bits, GROUP)
     step = of_each(codes.scale, GROUP, GROUP, -1 if encode is encode_keys else -2).double()
     assert ((mean - group).abs() <= 5 * 0.5 * step / repeated**0.5 + 1e-6).all()
     assert (mean - group).mean().abs() < 5 * 0.5 * step.max() / (repeated * GROUP**2) ** 0.5
-    assert normalized_error(group, mean) < normalized_error(group, decode(codes, bits)) / 20
+    assert normalized_error(group, mean) < normalized_error(group, decode(codes, bits, GROUP)) / 20
 
 
 @encoders
@@ -196,7 +189,7 @@ def test_stochastic_rounding_is_a_function_of_the_seed(encode: Callable[..., Cod
     equal = torch.full((4, GROUP), 0.4)
     equal[:, :2] = torch.tensor([0.0, 1.0])
     equal = equal.t() if encode is encode_values else equal
-    rounded = decode(encode(equal, 2, GROUP, 1), 2)[equal == 0.4]
+    rounded = decode(encode(equal, 2, GROUP, 1), 2, GROUP)[equal == 0.4]
     assert (rounded > 0.4).double().mean() == pytest.approx(0.2, abs=0.12)
     # Elements round independently of their neighbours, although their seed is the same.
     up = (unpack(one, 2) > unpack(encode(group, 2, 16, 0).codes, 2)).double().flatten(0, 1)

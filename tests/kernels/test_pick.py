@@ -19,7 +19,8 @@ CHUNK = 8
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs write keys, and of longer requests more words are marked."""
-    monkeypatch.setattr(picking, "LAUNCH", picking.LAUNCH._replace(tokens=128, few_words=8))
+    monkeypatch.setattr(picking, "TOKENS", 128)
+    monkeypatch.setattr(picking, "FEW_WORDS", 8)
 
 
 def best(keys: list[int], length: int, budget: int) -> list[int]:

@@ -25,7 +25,7 @@ SINKS, RECENT, MOST = 3, 5, 40
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several programs score a request, and several blocks are in a chunk."""
     monkeypatch.setattr(triton, "LAUNCH", triton.LAUNCH._replace(block=128, chunk=256))
-    monkeypatch.setattr(picking, "LAUNCH", picking.LAUNCH._replace(tokens=128))
+    monkeypatch.setattr(picking, "TOKENS", 128)
 
 
 def sketch_of_a_layer(

@@ -60,12 +60,12 @@ class Parameters(NamedTuple):
 
     Attributes:
         tables: tensors and numbers, in a tuple.
-        constants: what the functions are compiled for; they read it by name.
+        constants: what the functions are compiled for, if anything; they read it by name.
         launch: of scores or of attention.
     """
 
-    tables: tuple[Any, ...]
-    constants: NamedTuple
+    tables: tuple[Any, ...] = ()
+    constants: NamedTuple | None = None
     launch: Launch = Launch()
 
 

@@ -62,6 +62,25 @@ def coded_tokens(resident, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def place_in_pages(pages, position, layer, head, LAYOUT: tl.constexpr, used=None):
+    """Where tokens of a sequence are among those of all pages, (pages, layers, Hkv, P): int64.
+
+    Args:
+        pages: the pages of the sequence.
+        position: a position or several.
+        layer, head: whose keys or values.
+        LAYOUT: has `layers`, `kv_heads` and `page`.
+        used: which positions there are; without it all.
+    """
+    if used is None:
+        page = tl.load(pages + position // LAYOUT.page).to(tl.int64)
+    else:
+        page = tl.load(pages + position // LAYOUT.page, mask=used, other=0).to(tl.int64)
+    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+    return tile * LAYOUT.page + position % LAYOUT.page
+
+
+@triton.jit
 def load_group(source, dims, LAYOUT: tl.constexpr):
     """Load channels `dims` of a group as they came: (group tokens, len(dims)) float32.
 

@@ -17,7 +17,7 @@ from cache_rank.kernels.attend.triton import merge_splits
 from cache_rank.kernels.coded.attending import attend_split
 from cache_rank.kernels.coded.format import Format, Layout
 from cache_rank.kernels.coded.reference import CodedTokens, by_kv_head, by_query
-from cache_rank.kernels.coded.tokens import GatherTarget, GroupSource, coded_tokens
+from cache_rank.kernels.coded.tokens import GatherTarget, GroupSource, coded_tokens, place_in_pages
 from cache_rank.kernels.hack.reference import HackCodec
 from cache_rank.kernels.hack.triton import FORMAT as HACK
 from cache_rank.kernels.lynx.reference import LynxCodec
@@ -274,10 +274,8 @@ def _encode(
     if not exists:
         return
     # Where its codes go, and where its tokens are.
-    page = tl.load(page_table + row * page_stride + first // LAYOUT.page).to(tl.int64)
-    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-    group = tile * (LAYOUT.page // LAYOUT.group_tokens)
-    group += first % LAYOUT.page // LAYOUT.group_tokens
+    place = place_in_pages(page_table + row * page_stride, first, layer, head, LAYOUT)
+    group = place // LAYOUT.group_tokens
     ring_unit = (slot * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
     if KEYS_AS_VALUES:
         if part == 0:
@@ -335,10 +333,8 @@ def _gather(
     used = position >= 0
     is_coded = used & (position < coded)
     # Where each token is, in the pages and in the ring.
-    page_at = row * page_stride + position // LAYOUT.page
-    page = tl.load(page_table + page_at, mask=is_coded, other=0).to(tl.int64)
-    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-    token = tile * LAYOUT.page + position % LAYOUT.page
+    pages = page_table + row * page_stride
+    token = place_in_pages(pages, position, layer, head, LAYOUT, is_coded)
     ring_unit = (slot * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
     ring_token = ring_unit * LAYOUT.ring + position % LAYOUT.ring
     for is_values in tl.static_range(2):

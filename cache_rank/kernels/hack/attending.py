@@ -13,6 +13,7 @@ import triton.language as tl
 from cache_rank.kernels.coded.format import Launch, Parameters
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import nearest_integers
+from cache_rank.kernels.coded.tokens import place_in_pages
 from cache_rank.kernels.hack.queries import Constants, logits_on_codes, query_operands
 from cache_rank.kernels.hack.reference import GROUP, HackCodec
 from cache_rank.kernels.nibbles.triton import code_as_half, parts_of_words
@@ -62,9 +63,7 @@ def attend(
     rest = tl.zeros((PADDED, HEAD_DIM), tl.float32)
     sums = [tl.zeros((WORDS, PADDED), tl.float32) for _ in (0, 1, 2, 3, 4, 5, 6, 7)[: 16 // BITS]]
     for first in tl.range(start, stop, BLOCK, num_stages=STAGES):
-        page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
-        tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-        tile = tile * LAYOUT.page + first % LAYOUT.page
+        tile = place_in_pages(pages, first, layer, head, LAYOUT)
         at = tile * WIDTH + token[:, None] * WIDTH + byte
         packed = tl.load(key_planes[0] + at, mask=byte < WIDTH, other=0)
         logits = logits_on_codes(

@@ -104,20 +104,18 @@ def encode_queries(queries: Tensor, partition: int) -> HackKeys:
     return encode_keys(queries.float(), QUERY_BITS, partition)
 
 
-def decode_keys(codes: HackKeys, bits: int, partition: int) -> Tensor:
-    """Decode keys or queries, with the arguments of their encoding: (..., n, D) float32."""
-    return _decode(codes, bits, partition, dim=-1)
+def decode(codes: HackKeys | HackValues, bits: int, partition: int) -> Tensor:
+    """Decode keys, queries or values, with the arguments of their encoding: (..., n, D) float32.
 
-
-def decode_values(codes: HackValues, bits: int, partition: int) -> Tensor:
-    """Decode values: (..., n, D) float32.
-
-    Args:
-        codes: those of values, with entries of partitions; or, for a partition of 1, of each token.
-        bits: the bits that they were encoded with.
-        partition: how many tokens share an entry.
+    Values may have entries of tokens, in place of those of partitions, with a partition of 1.
     """
-    return _decode(codes, bits, partition, dim=-2)
+    dim = -1 if isinstance(codes, HackKeys) else -2
+    found = unpack(codes.codes, bits)
+    minimum, scale = (
+        entries.float().repeat_interleave(partition, dim=dim).narrow(dim, 0, found.shape[dim])
+        for entries in (codes.minimum, codes.scale)
+    )
+    return minimum + scale * found
 
 
 def score_keys(queries: Tensor, keys: HackKeys, scale: float, bits: int, partition: int) -> Tensor:
@@ -201,8 +199,8 @@ class HackCodec(NamedTuple):
     def decode(self, entries: Sequence[Tensor]) -> Tensor:
         """Decode tokens."""
         if self.of_keys:
-            return decode_keys(HackKeys(*entries), self.bits, self.partition)
-        return decode_values(HackValues(*entries[:3]), self.bits, partition=1)
+            return decode(HackKeys(*entries), self.bits, self.partition)
+        return decode(HackValues(*entries[:3]), self.bits, partition=1)
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of groups of keys on their codes."""
@@ -210,23 +208,13 @@ class HackCodec(NamedTuple):
 
     def weigh(self, weights: Tensor, planes: Sequence[Tensor]) -> Tensor:
         """Add up the values of groups by their weights: what the codes of both decode to."""
-        decoded = decode_keys(encode_queries(weights, self.partition), QUERY_BITS, self.partition)
-        return decoded @ decode_values(HackValues(*planes[:3]), self.bits, self.partition)
+        decoded = decode(encode_queries(weights, self.partition), QUERY_BITS, self.partition)
+        return decoded @ decode(HackValues(*planes[:3]), self.bits, self.partition)
 
 
 def sums_dtype(bits: int, partition: int) -> torch.dtype:
     """The dtype that holds the sum of a partition's codes."""
     return torch.uint8 if ((1 << bits) - 1) * partition < 256 else torch.int16
-
-
-def _decode(codes: HackKeys | HackValues, bits: int, partition: int, dim: int) -> Tensor:
-    """Decode codes whose partitions are of a dimension."""
-    found = unpack(codes.codes, bits)
-    minimum, scale = (
-        entries.float().repeat_interleave(partition, dim=dim).narrow(dim, 0, found.shape[dim])
-        for entries in (codes.minimum, codes.scale)
-    )
-    return minimum + scale * found
 
 
 def _encode(

@@ -15,7 +15,7 @@ from torch import Tensor
 from cache_rank.kernels.coded.format import Format, Parameters
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, quotient
-from cache_rank.kernels.coded.tokens import load_group, store_gathered
+from cache_rank.kernels.coded.tokens import load_group, place_in_pages, store_gathered
 from cache_rank.kernels.hack.attending import attend, attending
 from cache_rank.kernels.hack.queries import Constants, logits_on_codes, query_operands
 from cache_rank.kernels.hack.reference import HackCodec
@@ -243,9 +243,7 @@ def _logits(
     WIDTH: tl.constexpr = CONSTANTS.width
     token, byte = tl.arange(0, CONSTANTS.block), tl.arange(0, CONSTANTS.bytes)[None, :]
     for first in tl.range(start, coded_stop, CONSTANTS.block, num_stages=STAGES):
-        page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
-        tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-        tile = tile * LAYOUT.page + first % LAYOUT.page
+        tile = place_in_pages(pages, first, layer, head, LAYOUT)
         # Keys that a page has beyond the last token are read too, and their logits not written.
         at = tile * WIDTH + (token[:, None] * WIDTH + byte)
         packed = tl.load(planes[0] + at, mask=byte < WIDTH, other=0)

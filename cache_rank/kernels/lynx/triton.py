@@ -21,7 +21,7 @@ from cache_rank.kernels.coded.format import Format, Launch, Parameters
 from cache_rank.kernels.coded.int8_split import int8_columns, load_query_half
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, power_below, quotient
-from cache_rank.kernels.coded.tokens import load_group, store_gathered
+from cache_rank.kernels.coded.tokens import load_group, place_in_pages, store_gathered
 from cache_rank.kernels.lynx.decoding import (
     half_part,
     instructions,
@@ -282,9 +282,7 @@ def _logits(
     word_at = tables[1] + tl.arange(0, CHUNKS)[:, None, None]
     words = (tl.load(word_at), tl.load(word_at + LAYOUT.group_tokens // CONSTANTS.chunk))
     for first in tl.range(start, coded_stop, BLOCK, num_stages=STAGES):
-        page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
-        tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-        in_pool = tile * LAYOUT.page + first % LAYOUT.page
+        in_pool = place_in_pages(pages, first, layer, head, LAYOUT)
         # Queries times spans, in two parts, and what the minimums add.
         channel = in_pool // LAYOUT.group_tokens * LAYOUT.head_dim + dims
         low_folded = low_query * tl.load(spans + channel)[None, :]

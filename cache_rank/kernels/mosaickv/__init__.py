@@ -1,16 +1,13 @@
 """Packed vectors of rotated keys and values: what every step does with them.
 
-vectors         rotations and packed vectors, plain torch on every device: whole segments
-store           where the tokens of a step are
-reference       the operations of a step
-triton          the same for GPUs: `compressing`, `scoring` and `gathering`
+vectors         rotations and packed vectors, plain torch
+reference       where the tokens of a step are, and the operations of a step
+triton          the same for GPUs; `scoring`: scores; `packed`: what kernels have in common
 """
 
 from cache_rank.kernels.by_device import by_device
 from cache_rank.kernels.mosaickv import reference
 
-add_covariance = by_device(reference.add_covariance)
 compress_buffers = by_device(reference.compress_buffers)
 gather_packed = by_device(reference.gather_packed)
 score_packed_step = by_device(reference.score_packed_step)
-score_packed_workspace = by_device(reference.score_packed_workspace)

@@ -5,40 +5,121 @@ Tokens are in a `PackedStore`, as packed vectors, which `vectors` specifies.
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.mosaickv.store import (
-    PackedStore,
-    load_vectors,
-    newest_tokens,
-    packed_tokens,
-    runs_of,
-    store_vectors,
-    strategy_at,
+from cache_rank.kernels.mosaickv.vectors import (
+    PackedVectors,
+    Strategy,
+    decode,
+    lost_energy,
+    score_packed,
 )
-from cache_rank.kernels.mosaickv.vectors import decode, lost_energy, score_packed
 from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.wire.reference import to_wire
 
 _DECODED_TOKENS = 512
 """This many tokens are decoded at once, each beside a copy of its rotation."""
 
 
-def add_covariance(
-    store: PackedStore, slot: int, layers: range, first: int, last: int, covariance: Tensor
-) -> None:
-    """Add tokens x from the ring to covariances, the sums of xᵀx (section 5.5).
+class PackedStore(NamedTuple):
+    """The tokens of all sequences, as the operations of a step find them.
 
-    Tokens [first, last) are whole buffers. Each is summed up by itself, and then added, so that no
-    bit depends on how many come at once. Covariances are (layers, 2, Hkv, D, D) float64.
+    A sequence's tokens are in the pages from the first on, in whole buffers. Each buffer is
+    compressed by one of the sequence's strategies. Newer tokens, and copies of some others, are as
+    they came in a ring of the sequence's slot, position p in entry p % ring.
+
+    Attributes:
+        keys, values: packed vectors, (pages, layers, Hkv, P, ...) each, where position p has entry
+            p % P. Each has room for the most elements and bits that any strategy may need.
+        rings: keys and values, (slots, layers, Hkv, ring, D) each.
+        strategy_of: (slots, buffers) int32, the strategy of each buffer in the pages, counted among
+            those of the sequence; -1 for buffers that are not there.
+        rows: (slots, strategies) int32, the row of each strategy in the next two tables.
+        numbers: (rows, layers, 2) int32: r and g.
+        rotations: (rows, layers, 2, Hkv, D, C) in the dtype of the rings.
+        page_tokens: P.
+        buffer_tokens: how many tokens a buffer has; divides the ring and P.
     """
-    for layer in layers:
-        for start in range(first, last, store.buffer_tokens):
-            tokens = newest_tokens(store, slot, layer, start, start + store.buffer_tokens).double()
-            covariance[layer] += tokens.transpose(-1, -2) @ tokens
+
+    keys: PackedVectors
+    values: PackedVectors
+    rings: tuple[Tensor, Tensor]
+    strategy_of: Tensor
+    rows: Tensor
+    numbers: Tensor
+    rotations: Tensor
+    page_tokens: int
+    buffer_tokens: int
+
+    def strategy(self, row: int, layer: int) -> Strategy:
+        """The strategy of a layer in a row of the tables."""
+        kept, group = self.numbers[row, layer].tolist()
+        return Strategy(kept, group, self.rotations[row, layer])
+
+    def packed_tokens(self, slot: Tensor | int, tokens: Tensor | int) -> Tensor:
+        """How many of a sequence's first tokens are in the pages; the others are in the ring."""
+        return (
+            (self.strategy_of[slot, 0] >= 0) * (tokens // self.buffer_tokens) * self.buffer_tokens
+        )
+
+    def runs(self, slot: int, layer: int, tokens: int) -> list[tuple[int, int, Strategy]]:
+        """The runs [first, last) of a layer's tokens in the pages that have one strategy."""
+        first, size, found = 0, self.buffer_tokens, []
+        buffers = int(self.packed_tokens(slot, tokens)) // size
+        for index, group in groupby(self.strategy_of[slot, :buffers].tolist()):
+            last = first + size * len(list(group))
+            found.append((first, last, self.strategy(int(self.rows[slot, index]), layer)))
+            first = last
+        return found
+
+    def newest(self, slot: int, layers: int | slice, first: int, last: int) -> Tensor:
+        """Tokens [first, last) as they came: of a layer (2, Hkv, last - first, D)."""
+        entry = torch.arange(first, last, device=self.rows.device) % self.rings[0].shape[3]
+        return torch.stack([ring[slot, layers][..., entry, :] for ring in self.rings])
+
+
+class PackedWorkspace(NamedTuple):
+    """Scratch of `score_packed_step`, of which the reference needs none.
+
+    Units are rows, layers and kv heads. Columns are C, padded, see `columns_for`.
+
+    Attributes:
+        of_tokens: the scratch that all formats need.
+        exact: (units, strategies, G, columns) float32, queries in the frame of each strategy.
+        parts: (units, strategies, PARTS * PADDED, columns) in the dtype that keys are multiplied
+            in, see `load_query_parts`.
+        weights: (units, strategies, PARTS * PADDED) float32, the weights of the parts.
+    """
+
+    of_tokens: ScoreWorkspace
+    exact: Tensor
+    parts: Tensor
+    weights: Tensor
+
+
+def packed_workspace(
+    store: PackedStore, of_tokens: ScoreWorkspace, units: int, group: int, strategies: int
+) -> PackedWorkspace:
+    """Add to the scratch of scores what packed keys take, for `group` query heads of a KV head."""
+    ring, padded = store.rings[0], of_tokens.partial.shape[-1]  # 0 without a GPU
+    rows = (units, strategies, max(4 * padded, 16) if padded else 0)  # see `score_constants`
+    columns = columns_for(store.rotations.shape[-1])
+    return PackedWorkspace(
+        of_tokens,
+        of_tokens.partial.new_empty((units, strategies, group if padded else 0, columns)),
+        ring.new_empty((*rows, columns), dtype=ring.dtype if ring.is_cuda else torch.float32),
+        of_tokens.partial.new_empty(rows),
+    )
+
+
+def columns_for(channels: int) -> int:
+    """How many channels a vector has in a kernel: a power of two, for a product at least 16."""
+    return max(16, 1 << (channels - 1).bit_length())
 
 
 def compress_buffers(
@@ -49,20 +130,27 @@ def compress_buffers(
     layers: range,
     first: int,
     last: int,
-    losses: Tensor,
+    losses: Tensor | None = None,
 ) -> None:
     """Compress tokens [first, last), whole buffers, from the ring of a slot to pages.
 
-    The strategy is at `row` of the tables. To `losses`, (layers,) float64, is added, buffer after
-    buffer, the sum over tokens of the share of energy that their vectors lose on average.
+    The strategy is at `row` of the tables. To `losses`, (buffers, layers, 2, Hkv) float64, is
+    written the sum over each buffer's tokens of the share of energy that their vectors lose. No bit
+    depends on how many buffers come at once.
     """
+    size = store.buffer_tokens
     for layer in layers:
-        strategy = strategy_at(store, row, layer)
-        for start in range(first, last, store.buffer_tokens):
-            tokens = newest_tokens(store, slot, layer, start, start + store.buffer_tokens)
+        strategy = store.strategy(row, layer)
+        for index, start in enumerate(range(first, last, size)):
+            tokens = store.newest(slot, layer, start, start + size)
             packed = strategy.compress(tokens)
-            store_vectors(store, pages, layer, start, packed)
-            losses[layer] += lost_energy(tokens, packed).mean(dim=(0, 1)).sum()
+            page, entry = int(pages[start // store.page_tokens]), start % store.page_tokens
+            for side, vectors in enumerate((store.keys, store.values)):
+                for plane, part in zip(vectors, packed, strict=True):
+                    target = plane[page, layer, :, entry : entry + size]
+                    target[..., : part.shape[-1]] = part[side]
+            if losses is not None:
+                losses[index, layer] = lost_energy(tokens, packed).sum(dim=-1)
 
 
 def gather_packed(
@@ -77,63 +165,31 @@ def gather_packed(
 
     It is `gather_step` of gather/reference.py, in the dtype of the rings or another of a message.
     """
-    page_table, slots, positions = rows
-    used = (entering >= 0) & (slots >= 0).view(-1, 1, 1, 1)
-    for row, index in used.flatten(2).any(dim=-1).nonzero().tolist():
-        head, entry = used[row, index].nonzero(as_tuple=True)
-        found = _read_layer(
-            store,
-            page_table[row],
-            int(slots[row]),
-            first_layer + index,
-            int(positions[row]) + 1,
-            head,
-            entering[row, index, head, entry].to(torch.int64),
-        )
-        for out, part in zip((out_keys, out_values), found, strict=True):
-            out[row, index, head, entry] = to_wire(part, out.dtype)
-
-
-def _read_layer(
-    store: PackedStore,
-    pages: Tensor,
-    slot: int,
-    layer: int,
-    tokens: int,
-    head: Tensor,
-    position: Tensor,
-) -> Tensor:
-    """Read tokens of a layer, each at a head and position of its own: (2, n, D)."""
-    ring, dtype = store.rings[0].shape[3], store.rings[0].dtype
-    packed, largest = packed_tokens(store, slot, tokens), torch.finfo(dtype).max
-    out = torch.stack([of[slot, layer, head, position % ring] for of in store.rings])
-    strategies = store.strategy_of[slot, position // store.buffer_tokens]
-    strategies = torch.where(position < packed, strategies, -1)
-    for index in strategies.unique().tolist():
-        if index < 0:
-            continue
-        strategy = strategy_at(store, int(store.rows[slot, index]), layer)
-        for part in (strategies == index).nonzero().squeeze(-1).split(_DECODED_TOKENS):
-            # One product a token, so that no bit of it depends on what else is asked for.
-            of_token = head[part].unsqueeze(-1), position[part].unsqueeze(-1)
-            for side, vectors in enumerate((store.keys, store.values)):
-                coded = load_vectors(store, vectors, pages, layer, *of_token, strategy)
-                decoded = decode(coded, strategy.rotations[side, head[part]], strategy.group)
-                out[side, part] = decoded.squeeze(1).clamp(-largest, largest).to(dtype)
-    return out
-
-
-def score_packed_workspace(
-    store: PackedStore,
-    rows: int,
-    layers: int,
-    group: int,
-    capacity: int,
-    strategies: int,
-    device: torch.device,
-) -> Any:
-    """Make scratch for rows of up to `capacity` tokens and `strategies` strategies: none."""
-    return None
+    # Of each entering token: which it is, where it is, and how it was packed.
+    used = (entering >= 0) & (rows.slots >= 0).view(-1, 1, 1, 1)
+    row, index, head, entry = used.nonzero(as_tuple=True)
+    position, slot = entering[used].to(torch.int64), rows.slots[row].to(torch.int64)
+    layer = first_layer + index
+    is_packed = position < store.packed_tokens(slot, rows.positions[row].to(torch.int64) + 1)
+    page = rows.page_table[row, position // store.page_tokens].to(torch.int64)
+    place = (page, layer, head, position % store.page_tokens)
+    strategy = store.strategy_of[slot, position // store.buffer_tokens].to(torch.int64)
+    table = store.rows[slot, strategy].to(torch.int64)
+    group = store.numbers[table, layer, 1] * is_packed
+    for side, (vectors, ring, out) in enumerate(
+        zip((store.keys, store.values), store.rings, (out_keys, out_values), strict=True)
+    ):
+        tokens = ring[slot, layer, head, position % ring.shape[3]]
+        largest = torch.finfo(tokens.dtype).max
+        for size in set(group.tolist()) - {0}:
+            for part in (group == size).nonzero().squeeze(-1).split(_DECODED_TOKENS):
+                # One product a token, so that no bit of it depends on what else is asked for.
+                of_part = tuple(numbers[part].unsqueeze(-1) for numbers in place)
+                packed = PackedVectors(*(plane[of_part] for plane in vectors))
+                rotation = store.rotations[table[part], layer[part], side, head[part]]
+                decoded = decode(packed, rotation, size).squeeze(1)
+                tokens[part] = decoded.clamp(-largest, largest).to(tokens.dtype)
+        out[row, index, head, entry] = to_wire(tokens, out.dtype)
 
 
 def score_packed_step(
@@ -142,7 +198,7 @@ def score_packed_step(
     rows: PagedRows,
     first_layer: int,
     scale: float,
-    workspace: Any,
+    workspace: PackedWorkspace,
     out: Tensor,
 ) -> None:
     """Score the resident tokens of every row of a step.
@@ -150,41 +206,22 @@ def score_packed_step(
     Each is scored by its own key. The paper scores blocks of tokens first (section 4.2, stage 2).
     Arguments are as for `score_step` of score/reference.py.
     """
-    page_table, slots, positions = rows
-    grouped = queries.unflatten(2, (out.shape[2], -1))  # (R, L, Hkv, G, D)
-    for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
-        resident = position + 1
-        for index in range(queries.shape[1] if slot >= 0 else 0):
-            logits = _logits(
-                store,
-                grouped[row, index],
-                page_table[row],
-                slot,
-                first_layer + index,
-                resident,
-                scale,
-            )
+    _, layers, kv_heads, _ = out.shape
+    grouped = queries.unflatten(2, (kv_heads, -1))  # (R, L, Hkv, G, D)
+    head = torch.arange(kv_heads, device=out.device).unsqueeze(-1)
+    for row, slot, newest in rows.used():
+        for index in range(layers):
+            layer, of_heads, logits = first_layer + index, grouped[row, index], []
+            last = 0
+            for first, last, strategy in store.runs(slot, layer, newest + 1):
+                position = torch.arange(first, last, device=out.device)
+                page = rows.page_table[row, position // store.page_tokens].to(torch.int64)
+                place = (page, layer, head, position % store.page_tokens)
+                keys = PackedVectors(*(plane[place] for plane in store.keys))
+                rotation = strategy.rotations[0]
+                logits.append(score_packed(of_heads, keys, rotation, strategy.group, scale))
+            exact = store.newest(slot, layer, last, newest + 1)[0].float()
+            logits.append((of_heads @ exact.transpose(-1, -2)) * scale)
             # The largest log-probability over the heads of a group.
-            out[row, index, :, :resident] = torch.log_softmax(logits, dim=-1).amax(dim=-2)
-
-
-def _logits(
-    store: PackedStore,
-    queries: Tensor,
-    pages: Tensor,
-    slot: int,
-    layer: int,
-    resident: int,
-    scale: float,
-) -> Tensor:
-    """Logits of a sequence's first tokens, (Hkv, G, resident), with queries (Hkv, G, D)."""
-    packed, logits = packed_tokens(store, slot, resident), []
-    head = torch.arange(queries.shape[0], device=queries.device).unsqueeze(-1)
-    for first, last, strategy in runs_of(store, slot, layer, packed):
-        position = torch.arange(first, last, device=queries.device)
-        keys = load_vectors(store, store.keys, pages, layer, head, position, strategy)
-        logits.append(score_packed(queries, keys, strategy.rotations[0], strategy.group, scale))
-    if packed < resident:
-        newest = newest_tokens(store, slot, layer, packed, resident)[0].float()
-        logits.append((queries @ newest.transpose(-1, -2)) * scale)
-    return torch.cat(logits, dim=-1)
+            log_probabilities = torch.log_softmax(torch.cat(logits, dim=-1), dim=-1)
+            out[row, index, :, : newest + 1] = log_probabilities.amax(dim=-2)

@@ -1,38 +1,32 @@
-"""Packed keys are scored, Triton.
+"""Packed keys are scored, Triton (MosaicKV section 5.3).
 
 A step takes three launches:
 
-    rotate_queries  rotates queries by each strategy of their sequence
+    _rotate         rotates queries by each strategy of their sequence
     _score          computes the logits of all tokens
     finish_scores   turns logits into scores
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.mosaickv.layout import Layout
-from cache_rank.kernels.mosaickv.logits import load_queries, run_at, score_vectors
-from cache_rank.kernels.mosaickv.packing import tokens_in_pages
-from cache_rank.kernels.mosaickv.queries import rotate_queries
-from cache_rank.kernels.mosaickv.store import PackedStore
-from cache_rank.kernels.mosaickv.unpacking import in_words
+from cache_rank.kernels.coded.tokens import place_in_pages
+from cache_rank.kernels.mosaickv.packed import Layout, in_words, tokens_in_pages, unpack_part
+from cache_rank.kernels.mosaickv.reference import PackedStore, PackedWorkspace
 from cache_rank.kernels.rows import PagedRows
-from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.score.triton import (
     CHUNK_TOKENS,
     finish_scores,
+    load_query_parts,
     multiplies_float32,
     score_constants,
     score_full_precision,
     score_grid,
-    score_workspace,
     scratch,
+    store_logits,
     sum_up_chunk,
 )
 
@@ -43,82 +37,52 @@ _REGISTERS = 168
 """A thread has this many, so that three programs, which wait for memory, share a multiprocessor."""
 
 
-class PackedWorkspace(NamedTuple):
-    """Scratch of `score_packed_step`.
-
-    Attributes:
-        of_tokens: the scratch that all formats need.
-        exact: (units, strategies, G, columns) float32, the queries of each unit, which is a row,
-            layer and kv head, in the frame of each strategy.
-        parts: (units, strategies, PARTS * PADDED, columns) in the dtype that keys are multiplied
-            in, see `load_query_parts`.
-        weights: (units, strategies, PARTS * PADDED) float32, the weights of the parts.
-    """
-
-    of_tokens: ScoreWorkspace
-    exact: Tensor
-    parts: Tensor
-    weights: Tensor
-
-
-def score_packed_workspace(
-    store: PackedStore,
-    rows: int,
-    layers: int,
-    group: int,
-    capacity: int,
-    strategies: int,
-    device: torch.device,
-) -> Any:
-    """See the reference. One launch after another may use it on one stream."""
-    layout = Layout.of(store)
-    units, keys = rows * layers * layout.kv_heads, store.rings[0]
-    of_tokens = score_workspace(rows, layers, layout.kv_heads, group, capacity, device)
-    columns = max(4 * of_tokens.partial.shape[-1], 16)  # PARTS * PADDED, see `score_constants`
-    parts, dtype = (units, strategies, columns), torch.float32
-    if not multiplies_float32(keys):
-        dtype = keys.dtype
-    return PackedWorkspace(
-        of_tokens,
-        torch.empty((units, strategies, group, layout.columns), device=device),
-        torch.empty((*parts, layout.columns), dtype=dtype, device=device),
-        torch.empty(parts, device=device),
-    )
-
-
 def score_packed_step(
     store: PackedStore,
     queries: Tensor,
     rows: PagedRows,
     first_layer: int,
     scale: float,
-    workspace: Any,
+    workspace: PackedWorkspace,
     out: Tensor,
 ) -> None:
-    """See the reference, with a `PackedWorkspace`."""
+    """See the reference. Each sequence has at most the workspace's number of strategies."""
     chunk = 2 * CHUNK_TOKENS
     layout, constants = Layout.of(store), score_constants(queries, workspace.of_tokens, out, chunk)
     key_ring, (chunks, units) = store.rings[0], score_grid(out, chunk)
     logits, partial = scratch(workspace.of_tokens, rounded=False)
-    strategies = workspace.parts.shape[1]
+    strategies, group = workspace.parts.shape[1], constants["GROUP"]
     assert workspace.parts.shape[0] >= units
     assert workspace.parts.shape[2] == constants["PARTS"] * constants["PADDED"]
-    rotated = (workspace.exact, workspace.parts, workspace.weights)
-    rotate_queries(store, queries, rows.slots, first_layer, constants["PADDED"], rotated)
+    _rotate[(strategies, units)](
+        queries,
+        store.rotations,
+        store.rows,
+        rows.slots,
+        workspace.exact,
+        workspace.parts,
+        workspace.weights,
+        first_layer,
+        strategies,
+        store.rows.shape[1],
+        LAYERS=constants["LAYERS"],
+        GROUP=group,
+        PADDED=constants["PADDED"],
+        PARTS=constants["PARTS"],
+        ROWS=max(16, triton.next_power_of_2(group)),  # a product has at least 16
+        LAYOUT=layout,
+        num_warps=8,
+    )
     _score[(chunks, units)](
         queries,
         workspace.parts,
         workspace.weights,
         in_words(store.keys),
         key_ring,
-        store.strategy_of,
-        store.rows,
-        rows.slots,
-        rows.positions,
-        store.numbers,
-        rows.page_table,
-        logits=logits,
-        partial=partial,
+        (store.strategy_of, store.rows, store.numbers),
+        *rows,
+        logits,
+        partial,
         first_layer=first_layer,
         scale=scale,
         page_stride=rows.page_table.stride(0),
@@ -136,6 +100,82 @@ def score_packed_step(
 
 
 @triton.jit(
+    do_not_specialize=["first_layer", "strategies", "in_table"],
+    do_not_specialize_on_alignment=["slots"],
+)
+def _rotate(
+    queries,
+    rotations,
+    rows,
+    slots,
+    exact,
+    parts,
+    weights,
+    first_layer,
+    strategies,
+    in_table,
+    LAYERS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    LAYOUT: tl.constexpr,
+):
+    """One program rotates the queries of one unit by the rotation of one strategy."""
+    # Whether the sequence has the strategy, and where its rotation is.
+    strategy, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + unit // (LAYERS * LAYOUT.kv_heads)).to(tl.int64)
+    is_strategy = (slot >= 0) & (strategy < in_table)
+    table = tl.load(rows + slot * in_table + strategy, mask=is_strategy, other=-1)
+    if table < 0:
+        return
+    layer = first_layer + (unit // LAYOUT.kv_heads) % LAYERS
+    matrix = (table.to(tl.int64) * LAYOUT.layers + layer) * 2 * LAYOUT.kv_heads
+    matrix += unit % LAYOUT.kv_heads
+    head, channel = tl.arange(0, ROWS)[:, None], tl.arange(0, LAYOUT.columns)[None, :]
+    dims = tl.arange(0, LAYOUT.head_dim)
+    query_at = (unit * GROUP + head) * LAYOUT.head_dim + dims[None, :]
+    query = tl.load(queries + query_at, mask=head < GROUP, other=0.0)  # [ROWS, D]
+    at = (matrix * LAYOUT.head_dim + dims)[:, None] * LAYOUT.channels + channel
+    rotation = tl.load(rotations + at, mask=channel < LAYOUT.channels, other=0.0)  # [D, columns]
+    product = tl.dot(query, rotation.to(tl.float32), input_precision="ieee")
+    target = unit * strategies + strategy
+    own = exact + target * GROUP * LAYOUT.columns
+    tl.store(own + head * LAYOUT.columns + channel, product, mask=head < GROUP)
+    # Their parts, which are taken from memory.
+    tl.debug_barrier()
+    DTYPE: tl.constexpr = parts.dtype.element_ty
+    found, weight = load_query_parts(own, GROUP, PADDED, PARTS, LAYOUT.columns, DTYPE)
+    row = target * PARTS * PADDED + tl.arange(0, PARTS * PADDED)
+    tl.store(parts + row[:, None] * LAYOUT.columns + channel, found)
+    tl.store(weights + row, weight)
+
+
+@triton.jit
+def _run_at(unit_strategies, first, stop, BUFFERS: tl.constexpr, LAYOUT: tl.constexpr):
+    """The strategy of token `first`, and the first token of another strategy, or `stop`."""
+    strategy = tl.load(unit_strategies + first // LAYOUT.buffer)
+    buffer = first // LAYOUT.buffer + tl.arange(0, BUFFERS)
+    token = buffer * LAYOUT.buffer
+    other = tl.load(unit_strategies + buffer, mask=token < stop, other=-1)
+    return strategy, tl.min(tl.where((token < stop) & (other == strategy), stop, token))
+
+
+@triton.jit
+def _load_queries(parts, weights, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
+    """Load COUNT rows of queries: (part, COUNT) of each part, and (COUNT,) weights."""
+    row = tl.arange(0, COUNT)
+    at = row[None, :] * LAYOUT.columns + tl.arange(0, LAYOUT.part)[:, None]
+    CHANNEL_PARTS: tl.constexpr = LAYOUT.parts
+    found = (tl.load(parts + at),)
+    for part in tl.static_range(1, CHANNEL_PARTS):
+        more = tl.load(parts + at + part * LAYOUT.part)
+        # Triton unpacks no tuples.
+        found = found + (more,)  # type: ignore[assignment]  # noqa: RUF005
+    return found, tl.load(weights + row)
+
+
+@triton.jit(
     do_not_specialize=[
         *("first_layer", "page_stride", "capacity"),
         *("strategies", "buffers", "in_table"),
@@ -148,12 +188,10 @@ def _score(
     query_weights,
     keys,
     key_ring,
-    strategy_of,
-    rows,
+    tables,
+    page_table,
     slots,
     positions,
-    numbers,
-    page_table,
     logits,
     partial,
     first_layer,
@@ -176,6 +214,7 @@ def _score(
 ):
     """One program scores CHUNK tokens of a unit, a row, layer and kv head."""
     # The chunk, how many of its tokens are packed, and whether there is anything to do.
+    strategy_of, rows, numbers = tables
     chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = unit // (LAYERS * KV_HEADS)
     slot = tl.load(slots + row).to(tl.int64)
@@ -190,36 +229,36 @@ def _score(
     unit_logits = logits + unit * capacity * PADDED
     pages = page_table + row * page_stride
     stop = tl.minimum(start + CHUNK, tokens)
-    # Packed tokens, a run of one strategy after the other.
+    # Packed tokens, a run of one strategy after the other, and some vectors of it at a time.
+    DTYPE: tl.constexpr = tl.float32 if EXACT else key_ring.dtype.element_ty
+    CHANNEL_PARTS: tl.constexpr = LAYOUT.parts
+    COUNT: tl.constexpr = PARTS * PADDED
     first, last_packed = start, tl.minimum(stop, packed)
     while first < last_packed:
-        strategy, last = run_at(unit_strategies, first, last_packed, CHUNK // LAYOUT.buffer, LAYOUT)
+        BUFFERS: tl.constexpr = CHUNK // LAYOUT.buffer
+        strategy, last = _run_at(unit_strategies, first, last_packed, BUFFERS, LAYOUT)
         table = tl.load(rows + slot * in_table + strategy).to(tl.int64) * LAYOUT.layers + layer
-        of_unit = unit * strategies * PARTS * PADDED
-        own_queries, weight = load_queries(
-            query_parts + of_unit * LAYOUT.columns,
-            query_weights + of_unit,
-            strategy,
-            PARTS * PADDED,
-            LAYOUT,
+        group = tl.load(numbers + table * 2 + 1)
+        own = (unit * strategies + strategy) * COUNT
+        own_parts, weight = _load_queries(
+            query_parts + own * LAYOUT.columns, query_weights + own, COUNT, LAYOUT
         )
-        score_vectors(
-            keys,
-            first=first,
-            last=last,
-            pages=pages,
-            layer=layer,
-            head=head,
-            group=tl.load(numbers + table * 2 + 1),
-            queries=own_queries,
-            weight=weight * scale,
-            unit_logits=unit_logits,
-            PADDED=PADDED,
-            PARTS=PARTS,
-            VECTORS=VECTORS,
-            LAYOUT=LAYOUT,
-            EXACT=EXACT,
-        )
+        weight *= scale
+        for begin in range(first, last, VECTORS):
+            token = begin + tl.arange(0, VECTORS)
+            used = token < last
+            entry = place_in_pages(pages, token, layer, head, LAYOUT, used)
+            # Products, some channels after the other: [VECTORS, COUNT]
+            product = tl.zeros((VECTORS, COUNT), tl.float32)
+            none = tl.zeros(entry.shape, tl.uint32)
+            word, before = none, none
+            for part in tl.static_range(CHANNEL_PARTS):
+                key, word, before = unpack_part(
+                    keys, entry, used, word, before, part, group, LAYOUT
+                )
+                product = tl.dot(key.to(DTYPE), own_parts[part], product, input_precision="ieee")
+            weighted = tl.reshape(product * weight[None, :], (VECTORS, PARTS, PADDED))
+            store_logits(tl.sum(weighted, axis=1), token, used, unit_logits, PADDED)
         first = last
     # Tokens that are still in the ring, and then the scores of the unit.
     if packed < stop:

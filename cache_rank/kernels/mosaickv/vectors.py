@@ -35,15 +35,29 @@ class PackedVectors(NamedTuple):
     bitmap: Tensor
 
 
+class Strategy(NamedTuple):
+    """How tokens of one layer are compressed.
+
+    Attributes:
+        kept: r, how many elements each vector keeps.
+        group: g, how many neighbouring elements share a bit.
+        rotations: (2, Hkv, D, C), those of keys and of values, in the dtype of the tokens.
+    """
+
+    kept: int
+    group: int
+    rotations: Tensor
+
+    def compress(self, tokens: Tensor) -> PackedVectors:
+        """Compress keys and values, (2, Hkv, n, D)."""
+        return encode(tokens, self.rotations, self.kept, self.group)
+
+
 def rotation_of(covariance: Tensor, channels: int) -> Tensor:
-    """Find the rotation that concentrates energy (sections 2.3 and 5.5).
+    """Find the rotation that concentrates energy in C channels (sections 2.3 and 5.5).
 
-    Args:
-        covariance: (..., D, D), the sum of xᵀx over vectors; not centred, as in the paper.
-        channels: C, how many columns to keep.
-
-    Returns:
-        (..., D, C) float64 with orthonormal columns, largest eigenvalue first.
+    The covariance, (..., D, D), is the sum of xᵀx over vectors; not centred, as in the paper. The
+    rotation, (..., D, C) float64, has orthonormal columns, largest eigenvalue first.
     """
     _, vectors = torch.linalg.eigh(covariance.double())  # ascending
     return vectors.flip(-1)[..., :channels].contiguous()
@@ -112,17 +126,9 @@ def decode(packed: PackedVectors, rotation: Tensor, group: int) -> Tensor:
 def score_packed(
     queries: Tensor, packed: PackedVectors, rotation: Tensor, group: int, scale: float
 ) -> Tensor:
-    """Compute the attention logits of packed keys (section 5.3).
+    """Compute the attention logits of packed keys (section 5.3), (..., G, n) float32.
 
-    Args:
-        queries: (..., G, D) float32, the query heads of the keys' kv head.
-        packed: (..., n, r) keys.
-        rotation: (..., D, C), the rotation that the keys were encoded with.
-        group: the element group that they were encoded with.
-        scale: factor on the logits.
-
-    Returns:
-        (..., G, n) float32.
+    Queries are (..., G, D) float32; rotation and group are those that the keys were encoded with.
     """
     keys = unpack_vectors(packed, rotation.shape[-1], group)
     return (rotate(queries, rotation) @ keys.transpose(-1, -2)) * scale
@@ -132,14 +138,8 @@ def lost_energy(tokens: Tensor, packed: PackedVectors) -> Tensor:
     """Measure the share of each vector's energy that its elements do not keep.
 
     The paper's compression loss (section 5.5) compares vectors with what is left of them, in a
-    measure that it does not give; this is |x - x̂|² / |x|².
-
-    Args:
-        tokens: (..., n, D) vectors, before they were rotated.
-        packed: the same vectors, packed.
-
-    Returns:
-        (..., n) float64, from 0 to 1; 0 for a vector of zeros.
+    measure that it does not give; this is |x - x̂|² / |x|², (..., n) float64, and 0 for a vector of
+    zeros. Tokens, (..., n, D), are the vectors before they were rotated.
     """
     energy = tokens.double().square().sum(dim=-1)
     kept = packed.elements.double().square().sum(dim=-1)

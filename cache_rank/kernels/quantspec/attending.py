@@ -21,6 +21,7 @@ import triton.language as tl
 from cache_rank.kernels.coded.format import Launch, Parameters
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import power_below
+from cache_rank.kernels.coded.tokens import place_in_pages
 from cache_rank.kernels.nibbles.triton import both_nibbles_as_half, code_as_half, parts_of_words
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 
@@ -95,9 +96,7 @@ def attend(
     total = tl.zeros((PADDED,), tl.float32)
     sums = [tl.zeros((WORDS, PADDED), tl.float32) for _ in (0, 1, 2, 3)]
     for first in tl.range(start, stop, SIZE, num_stages=STAGES):
-        page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
-        tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-        group = tile * (LAYOUT.page // SIZE) + first % LAYOUT.page // SIZE
+        group = place_in_pages(pages, first, layer, head, LAYOUT) // SIZE
         words = group * SIZE * WORDS
         # Queries times steps, float16 in a unit of each query, and what is added to its logits.
         step, zero = _load_relative_to(key_planes, group * HEAD_DIM + dims, BITS)

@@ -46,25 +46,16 @@ class QuantSpecCodes(NamedTuple):
     zero: Tensor
 
 
-def encode_keys(tokens: Tensor) -> QuantSpecCodes:
-    """Quantize complete groups of keys per channel.
+def encode(tokens: Tensor, dim: int) -> QuantSpecCodes:
+    """Quantize complete groups of keys per channel, or values per token.
 
     Args:
         tokens: (..., GROUP, D), any float dtype. Another number of tokens is one group too.
+        dim: -2 for keys, which share a scale and a zero, (..., 1, D); -1 for values, (..., n, 1).
 
     Returns:
-        Codes with a scale and zero of (..., 1, D). Tokens that are not finite, or span more than
-        float32, leave a scale that is not finite.
+        Codes. Tokens that are not finite, or span more than float32, leave a scale that is not.
     """
-    return _encode(tokens, dim=-2)
-
-
-def encode_values(tokens: Tensor) -> QuantSpecCodes:
-    """Quantize values per token: as `encode_keys`, with a scale and zero of (..., n, 1)."""
-    return _encode(tokens, dim=-1)
-
-
-def _encode(tokens: Tensor, dim: int) -> QuantSpecCodes:
     exact = tokens.float()
     zero = exact.amin(dim=dim, keepdim=True)
     span = exact.amax(dim=dim, keepdim=True) - zero
@@ -115,7 +106,7 @@ class QuantSpecCodec(NamedTuple):
 
     def encode(self, tokens: Tensor) -> QuantSpecCodes:
         """Encode complete groups."""
-        return encode_keys(tokens) if self.per_channel else encode_values(tokens)
+        return encode(tokens, dim=-2 if self.per_channel else -1)
 
     def decode(self, entries: Sequence[Tensor]) -> Tensor:
         """Decode tokens from both nibbles."""

@@ -28,7 +28,7 @@ from cache_rank.kernels.coded.int8_split import (
 )
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, power_below, quotient
-from cache_rank.kernels.coded.tokens import load_group, store_gathered
+from cache_rank.kernels.coded.tokens import load_group, place_in_pages, store_gathered
 from cache_rank.kernels.nibbles.triton import pack_nibbles, signed, unpack_codes
 from cache_rank.kernels.quantspec.attending import attend, attending
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
@@ -44,10 +44,6 @@ _ONE_WARP = Launch(chunks=1, warps=1, stages=5, ring_block=16)
 """Programs of one warp wait for no other: queries change with every group."""
 
 
-class _NoConstants(NamedTuple):
-    """What `_encode` and `_gather` are compiled for: nothing beside the layout."""
-
-
 class _Scoring(NamedTuple):
     """What `_logits` is compiled for.
 
@@ -61,7 +57,7 @@ class _Scoring(NamedTuple):
 
 
 def _encoding(tokens: CodedTokens) -> Parameters:
-    return Parameters((), _NoConstants())
+    return Parameters()
 
 
 def _scoring(tokens: CodedTokens, queries: Tensor, out: Tensor) -> Parameters:
@@ -190,24 +186,14 @@ def _both_nibbles(upper, lower, IS_HIGH: tl.constexpr, INTERPRETED: tl.constexpr
     if INTERPRETED:
         in_place = (upper & 0xF0) | (lower >> 4) if IS_HIGH else ((upper & 15) << 4) | (lower & 15)
         return (in_place ^ 0x88).to(tl.int8, bitcast=True)
-    elif IS_HIGH:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 t;
-            shr.b32 t, $2, 4;
-            lop3.b32 t, $1, t, 0xF0F0F0F0, 0xE4;
-            xor.b32 $0, t, 0x88888888; }""",
-            "=r,r,r",
-            [upper, lower],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
     else:
+        IN_PLACE: tl.constexpr = (
+            "shr.b32 t, $2, 4; lop3.b32 t, $1, t,"
+            if IS_HIGH
+            else "shl.b32 t, $1, 4; lop3.b32 t, t, $2,"
+        )
         return tl.inline_asm_elementwise(
-            """{ .reg .b32 t;
-            shl.b32 t, $1, 4;
-            lop3.b32 t, t, $2, 0xF0F0F0F0, 0xE4;
-            xor.b32 $0, t, 0x88888888; }""",
+            "{ .reg .b32 t; " + IN_PLACE + " 0xF0F0F0F0, 0xE4; xor.b32 $0, t, 0x88888888; }",
             "=r,r,r",
             [upper, lower],
             dtype=tl.int8,
@@ -252,9 +238,7 @@ def _logits(
     dims, token = tl.arange(0, HALF), tl.arange(0, SIZE)
     # Group after group. Stages of the loop, unlike those of a launch, bring the zeros ahead too.
     for first in tl.range(start, coded_stop, SIZE, num_stages=STAGES):
-        page = tl.load(pages + first // LAYOUT.page).to(tl.int64)
-        tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
-        group = tile * (LAYOUT.page // SIZE) + first % LAYOUT.page // SIZE
+        group = place_in_pages(pages, first, layer, head, LAYOUT) // SIZE
         # Queries times scales, as int8, and what the zeros add. A unit of scales is a power of
         # two for the whole group: one for each head would take as long as the products.
         channel = group * LAYOUT.head_dim + dims

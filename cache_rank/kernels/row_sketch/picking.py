@@ -9,8 +9,6 @@ each word says where in the result its tokens go; each place then looks up its r
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -23,25 +21,14 @@ from cache_rank.kernels.dependent import (
 )
 from cache_rank.kernels.row_sketch.reference import KEY_MOST, KEY_UNIT, RowScratch
 
+TOKENS = 2048
+"""A program of eight warps turns the logits of so many tokens into keys.
 
-class Launch(NamedTuple):
-    """How picking is spread over a GPU; only time depends on it.
+A thread has those of eight tokens, which are in a byte of each plane.
+"""
 
-    Attributes:
-        tokens: whose logits a program turns into keys.
-        key_warps: of such a program.
-        few_words: of a plane, for fewer than which a program that picks has less to do.
-        pick_warps: of such a program, at most.
-    """
-
-    tokens: int
-    key_warps: int
-    few_words: int
-    pick_warps: int
-
-
-LAUNCH = Launch(tokens=2048, key_warps=8, few_words=2048, pick_warps=8)
-"""Of keys, a thread has those of eight tokens, which are in a byte of each plane."""
+FEW_WORDS = 2048
+"""For fewer words of a plane a program that picks has less to do."""
 
 _CHUNKS_AT_ONCE = tl.constexpr(64)
 
@@ -76,7 +63,7 @@ def pick_by_logits(
     assert capacity % 128 == 0
     assert scratch.keys.shape[1:] == (8, 4 * words)
     assert scratch.marks.shape[1:] == (2, words)
-    _write_keys[(triton.cdiv(capacity, LAUNCH.tokens), requests * kv_heads)](
+    _write_keys[(triton.cdiv(capacity, TOKENS), requests * kv_heads)](
         slots,
         lengths,
         sparse_from,
@@ -90,14 +77,14 @@ def pick_by_logits(
         PADDED=padded,
         CHUNK=chunk,
         RECENT=recent,
-        TOKENS=LAUNCH.tokens,
-        num_warps=LAUNCH.key_warps,
+        TOKENS=TOKENS,
+        num_warps=8,
         **dependent_launch(out),
     )
     all_words = triton.next_power_of_2(words)
-    few_words = min(all_words, LAUNCH.few_words)
+    few_words = min(all_words, FEW_WORDS)
     places = triton.next_power_of_2(max(1, width - sinks - recent))
-    warps = min(LAUNCH.pick_warps, max(4, max(few_words, places) // 128))
+    warps = min(8, max(4, max(few_words, places) // 128))
     _pick[(requests * kv_heads,)](
         row_table,
         slots,

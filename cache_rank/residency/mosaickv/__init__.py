@@ -1,11 +1,145 @@
 """`mosaickv`: rotated keys and values, of which each keeps its largest elements (MosaicKV 4-5).
 
-residency   the format, as the selector drives it, and its options
 segments    which strategy each token of a sequence has, and when
 strategy    how the tokens of a segment are compressed
 memory      pages of packed vectors, rings of newest tokens, tables of strategies
+
+How tokens are scored and decoded is specified in kernels/mosaickv/reference.py. The paper's
+GPU-side compression buffer is the pages, and its CPU-side buffer the rings of newest tokens, which
+hold the newest segments in full precision: here, too, on the device.
+
+What every step does is the same work, whatever it finds: scores and gathers run from captured
+graphs. An append is not: the host decides when segments end, and queues their compression.
 """
 
-from cache_rank.residency.mosaickv.residency import MosaicKVResidency
+from __future__ import annotations
 
-__all__ = ["MosaicKVResidency"]
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from cache_rank.batch_metadata import BatchMetadata
+from cache_rank.config import CacheRankConfig
+from cache_rank.copies import upload
+from cache_rank.kernels.append import append_step, load_tokens
+from cache_rank.kernels.mosaickv import gather_packed, score_packed_step
+from cache_rank.kernels.mosaickv.reference import PackedWorkspace, packed_workspace
+from cache_rank.residency.base import Residency
+from cache_rank.residency.mosaickv.memory import PackedMemory
+from cache_rank.residency.mosaickv.segments import Segments
+from cache_rank.residency.mosaickv.strategy import Compression
+from cache_rank.residency.options import Between, OneOf, Ranges
+
+
+class MosaicKVResidency(Residency):
+    """Codes in pages, and the segments of each slot and its newest tokens beside them.
+
+    Its options are which strategies there are, and which segments have them:
+
+        rate        percent of its elements that a vector loses
+        group       neighbouring elements that are kept together
+        dropped     percent of the rotated channels that all vectors lose, those of least energy
+        loss        largest share of energy that a rate and a group may lose to be chosen
+        segment     most tokens of a segment: longer ones take more memory a slot, for the copy in
+                    full precision, and shorter ones more memory a token, for their rotations
+        threshold   accumulated loss that ends a segment, in tokens that are lost altogether
+
+    With `auto`, each layer of each segment has the one that compresses most within `loss`, and
+    memory is reserved for the one that compresses least.
+
+    The paper drops a quarter of the channels and scores blocks first (sections 5.2 and 4.2). Both
+    together lost a fifth of the recall on the keys of a language model, and an eighth of the
+    attention. So no channels are dropped by default, and every token is scored by its own key.
+    """
+
+    name: ClassVar[str] = "mosaickv"
+    options: ClassVar[Ranges] = {
+        "rate": OneOf(("auto", 0, 62.5, 75, 87.5)),
+        "group": OneOf(("auto", 1, 2, 4)),
+        "dropped": Between(0, 75, default=0),
+        "loss": Between(0, 1, default=0.05),
+        "segment": OneOf((8192, 512, 1024, 2048, 4096, 16384, 32768, 65536)),
+        "threshold": Between(0, 65536, default=1024),
+    }
+    captures_append: ClassVar[bool] = False
+
+    @classmethod
+    def tail_tokens(cls) -> None:
+        """None: a page means nothing without the segments of its slot, and where these end depends
+        on the whole sequence."""
+
+    @classmethod
+    def bytes_per_token(cls, config: CacheRankConfig) -> int:
+        return cls._compression(config).token_bytes
+
+    @classmethod
+    def fixed_bytes(cls, config: CacheRankConfig) -> int:
+        return config.max_rows * cls._compression(config).slot_bytes
+
+    @classmethod
+    def _compression(cls, config: CacheRankConfig) -> Compression:
+        return Compression(cls.settings(config.kv_residency_options), config.model)
+
+    def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
+        super().__init__(config, pages, device)
+        self._memory = PackedMemory(self._compression(config), config, pages, device)
+        self._segments: dict[int, Segments] = {}
+
+    def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
+        if start == 0:
+            self._begin(slot)
+        segments, every_layer = self._segments[slot], range(self._model.layers)
+        (place,) = upload((torch.tensor([slot], dtype=torch.int32),), self._device)
+        begin, stop = start, start + shipment.shape[2]
+        while begin < stop:  # what is compressed next may still lie where later tokens go
+            end = segments.at_once(begin, stop)
+            part = shipment[:, :, begin - start : end - start].contiguous()
+            load_tokens(part, *self._memory.store.rings, place, begin)
+            segments.append(pages, every_layer, begin, end)
+            begin = end
+
+    def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
+        for slot, position in rows.on_host:
+            if slot >= 0 and position == 0 and layers.start == 0:
+                self._begin(slot)
+        append_step(
+            up,
+            *self._memory.store.rings,
+            query_ring,
+            rows.paged._replace(page_table=rows.slots.unsqueeze(1)),
+            layers.start,
+        )
+        for row, (slot, position) in enumerate(rows.on_host):
+            if slot >= 0:
+                pages = rows.paged.page_table[row]
+                self._segments[slot].append(pages, layers, position, position + 1)
+
+    def _score(
+        self, rows: BatchMetadata, layers: range, queries: Tensor, workspace: Any, out: Tensor
+    ) -> None:
+        place, scale = (rows.paged, layers.start), self._model.scale
+        score_packed_step(self._memory.store, queries, *place, scale, workspace, out)
+
+    def gather(
+        self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
+    ) -> None:
+        gather_packed(self._memory.store, rows.paged, layers.start, entering, keys, values)
+
+    def end(self, slot: int) -> None:
+        if (ended := self._segments.pop(slot, None)) is not None:
+            ended.end()
+
+    def check(self) -> None:
+        self._memory.not_finite.check()
+
+    def score_workspace(self, rows: int, layers: int, capacity: int) -> PackedWorkspace:
+        scores = super().score_workspace(rows, layers, capacity)
+        model = self._model
+        units, group = rows * layers * model.kv_heads, model.query_heads // model.kv_heads
+        strategies = self._memory.compression.most_strategies(capacity)
+        return packed_workspace(self._memory.store, scores, units, group, strategies)
+
+    def _begin(self, slot: int) -> None:
+        self.end(slot)
+        self._segments[slot] = Segments(self._memory, slot)

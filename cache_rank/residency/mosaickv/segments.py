@@ -4,186 +4,157 @@
     segment 1, 2, ...       compressed a buffer at a time by the newest strategy that there is,
                             and once more, by its own, after it is finished
 
-A segment is finished where the losses of compressing its tokens sum to more than the threshold, or
-at its largest length; not before a quarter of that, so that strategies take little memory beside
-tokens. Its own strategy, and its tokens compressed by it, are computed on another thread from a
-full-precision copy. They take effect when the sequence has an eighth of the largest length more
-tokens, no sooner and no later: what a sequence holds is a function of its tokens, and not of how
-long the thread took. Until then the previous strategy serves the tokens that follow, too.
+A segment is finished at its largest length, or where the losses of compressing its tokens sum to
+more than the threshold. That is looked at every eighth of the largest length; not before a quarter,
+so that strategies take little memory beside tokens, and without the newest eighth, whose losses a
+GPU may not have told yet. Its own strategy is found on another thread from a full-precision copy.
+It takes effect an eighth later, no sooner and no later: what a sequence holds is a function of its
+tokens, and not of how long the thread took. Until then the previous strategy serves the tokens that
+follow, too.
 
 The paper cuts input tokens by length alone, which it can since a prompt is there as a whole. Here
 prompts come in chunks, and what is loaded may be output of a request that was served densely or is
 computed again: the rule of output tokens holds for all.
-
-Buffers of a shipment are compressed several at once, where nothing is decided between them: the
-losses of a segment are known to stay below the threshold, since no token loses more than itself.
 """
 
 from __future__ import annotations
 
-from concurrent.futures import Executor, Future
-from typing import NamedTuple
+from concurrent.futures import Future
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from cache_rank.copies import Readback
-from cache_rank.kernels.mosaickv import add_covariance, compress_buffers
-from cache_rank.kernels.mosaickv.store import Strategy, newest_tokens
-from cache_rank.kernels.mosaickv.vectors import PackedVectors
+from cache_rank.copies import Readback, upload
+from cache_rank.kernels.mosaickv import compress_buffers
 from cache_rank.residency.mosaickv.memory import PackedMemory
-from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, recompress
+from cache_rank.residency.mosaickv.strategy import BUFFER_TOKENS, find_strategies
 
 OPENING_TOKENS = 256
 """The first segment, which has no previous strategy, has so many tokens."""
 
-MOST_BUFFERS = 8
-"""So many buffers are compressed at once: more take more scratch, and not much less time each."""
-
-
-class _Recompression(NamedTuple):
-    """A finished segment from token `first` on, whose own strategy serves from token `due` on."""
-
-    first: int
-    due: int
-    result: Future[list[tuple[Strategy, PackedVectors]]]
+_LARGEST_NORM = torch.finfo(torch.float32).max / 2
+"""No vector may be longer: its rotated elements must be float32, whatever is rounded."""
 
 
 class Segments:
     """One sequence: which strategy each of its tokens has.
 
     Attributes:
-        resident: how many tokens each layer has, all of them in the ring of the slot when they
-            come.
         strategies: rows of the strategy tables, one for each finished segment whose own serves.
     """
 
-    def __init__(self, memory: PackedMemory, executor: Executor, slot: int) -> None:
-        self.resident = [0] * memory.model.layers
+    def __init__(self, memory: PackedMemory, slot: int) -> None:
         self.strategies: list[int] = []
-        self._compression = memory.compression
-        self._executor = executor
-        self._memory = memory
-        self._slot = slot
-        self._complete = 0  # tokens in complete buffers, of the layers that have most
-        self._recompression: _Recompression | None = None
-        self._loss: Readback | None = None  # mean of the losses, on its way to the host
-        self._loss_at = 0  # the tokens that it is of
-        self._begin_segment(0)
-        memory.begin(slot)
+        self._memory, self._store, self._slot = memory, memory.store, slot
+        self._compression, self._layers = memory.compression, range(memory.model.layers)
+        self._first = 0  # where the segment begins
+        # Where the last segment began, and its own strategy, until it serves.
+        self._finished: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
+        self._loss = Readback()  # of the segment, but for its newest eighth
+        buffers = memory.compression.longest // BUFFER_TOKENS
+        self._losses = torch.zeros(
+            (buffers, memory.model.layers, 2, memory.model.kv_heads),
+            dtype=torch.float64,
+            device=memory.store.numbers.device,
+        )
+        memory.store.strategy_of[slot].fill_(-1)
+        memory.store.rows[slot].fill_(-1)
 
-    def _begin_segment(self, first: int) -> None:
-        """Begin to account for the segment whose first token is at `first`."""
-        model, device = self._memory.model, self._memory.store.rings[0].device
-        shape = (model.layers, 2, model.kv_heads, model.head_dim, model.head_dim)
-        self._first = first
-        self._losses = torch.zeros(model.layers, dtype=torch.float64, device=device)
-        self._covariance = torch.zeros(shape, dtype=torch.float64, device=device)
-        self._loss = None
-        # The host knows the mean of the losses of the tokens before `_lost_at`.
-        self._lost, self._lost_at = 0.0, first
-
-    def at_once(self, stop: int) -> int:
-        """How many tokens all layers may have after an `append`, of `stop` that there are."""
-        self._end_if_lossy(wait=True)
-        compression = self._compression
-        if stop < self._complete + BUFFER_TOKENS:
+    def at_once(self, start: int, stop: int) -> int:
+        """Where tokens from `start` on must end to be given to `append`, of those up to `stop`."""
+        complete = start // BUFFER_TOKENS * BUFFER_TOKENS
+        if stop < complete + BUFFER_TOKENS:
             return stop
-        last = self._first + (compression.longest if self.strategies else OPENING_TOKENS)
-        if self._recompression is not None:
-            last = min(last, self._recompression.due)
-        if self.strategies:  # with more tokens than these, losses may end the segment
-            spared = int(max(0.0, compression.threshold - self._lost))
-            sure = self._first + compression.shortest - BUFFER_TOKENS
-            undecided = max(sure, self._lost_at + spared)
-            last = min(last, max(undecided, self._complete) + BUFFER_TOKENS)
-        last = min(last, stop, self._complete + MOST_BUFFERS * BUFFER_TOKENS)
-        return last // BUFFER_TOKENS * BUFFER_TOKENS
+        last, step = OPENING_TOKENS, self._compression.step
+        if self.strategies:
+            last = self._first + (complete - self._first) // step * step + step
+        return min(last, stop) // BUFFER_TOKENS * BUFFER_TOKENS
 
-    def append(self, pages: Tensor, layers: range, resident: int) -> None:
+    def append(self, pages: Tensor, layers: range, start: int, stop: int) -> None:
         """Account for the next tokens of some layers, which are in the ring.
 
-        These layers have `resident` tokens then, which end with a buffer or before; those of all
-        layers may end where `at_once` says. All layers take one token over before any takes another
-        buffer.
+        They are one token, or end where `at_once` says. All layers, the last ones last, take them
+        over before any takes others.
 
         Raises:
             ValueError: a token of a complete buffer is not finite.
         """
-        self.resident[layers.start : layers.stop] = [resident] * len(layers)
-        if resident % BUFFER_TOKENS:
+        if stop % BUFFER_TOKENS:
             return
-        first = min(self._complete, resident - BUFFER_TOKENS)
-        self._memory.require_finite(self._slot, layers, first, resident)
-        if self._complete < resident:  # the first layers that get here
-            self._end_if_lossy(wait=True)
-            self._complete = resident
-            if self.strategies:
-                self._memory.assign(self._slot, first, resident, len(self.strategies) - 1)
-        store = self._memory.store
-        add_covariance(store, self._slot, layers, first, resident, self._covariance)
+        first = start // BUFFER_TOKENS * BUFFER_TOKENS
+        self._require_finite(layers, first, stop)
         if self.strategies:
-            row = self.strategies[-1]
-            compress_buffers(store, pages, self._slot, row, layers, first, resident, self._losses)
-        if min(self.resident) == resident:
-            self._advance(pages, resident)
+            if layers.start == 0:
+                self._assign(first, stop, len(self.strategies) - 1)
+            losses = self._losses[(first - self._first) // BUFFER_TOKENS :]
+            place = (self._slot, self.strategies[-1], layers)
+            compress_buffers(self._store, pages, *place, first, stop, losses)
+        if layers.stop == self._layers.stop:
+            self._advance(pages, stop)
 
     def end(self) -> None:
         """Compute nothing more for the sequence, and hold nothing of it."""
-        if self._recompression is not None:
-            self._recompression.result.cancel()
+        if self._finished is not None:
+            self._finished[1].cancel()
         self._memory.free_rows += self.strategies
+
+    def _require_finite(self, layers: range, first: int, last: int) -> None:
+        """Check that tokens are finite: otherwise they cannot be rotated.
+
+        Raises:
+            ValueError: some are not; on a GPU `not_finite` says so.
+        """
+        tokens = self._store.newest(self._slot, slice(layers.start, layers.stop), first, last)
+        norms = torch.linalg.vector_norm(tokens, dim=-1, dtype=torch.float64)
+        refused = (~(norms <= _LARGEST_NORM)).any(dim=-1)
+        self._memory.not_finite.note(self._slot, layers, refused)
+        if not tokens.is_cuda:
+            self._memory.not_finite.check()
+
+    def _assign(self, first: int, last: int, index: int) -> None:
+        """Note that tokens [first, last) are compressed by the sequence's strategy `index`."""
+        buffers = slice(first // BUFFER_TOKENS, last // BUFFER_TOKENS)
+        self._store.strategy_of[self._slot, buffers].fill_(index)
 
     def _advance(self, pages: Tensor, resident: int) -> None:
         """End what ends now that all layers have so many tokens, in complete buffers."""
-        length = resident - self._first
-        if length == (self._compression.longest if self.strategies else OPENING_TOKENS):
-            self._finish(resident)
-        elif self.strategies and length >= self._compression.shortest:
-            self._loss, self._loss_at = Readback(), resident
-            self._loss.start(self._losses.mean())
-            self._end_if_lossy(wait=False)
-        if self._recompression is not None and self._recompression.due == resident:
-            self._switch(pages, self._recompression)
+        length, compression = resident - self._first, self._compression
+        if not self.strategies:
+            if length == OPENING_TOKENS:  # which waits for no other sequence's
+                self._memory.not_finite.check(wait=True)
+                found, self._first = self._find(0, resident), resident
+                self._switch(pages, 0, *found)
+        elif length % compression.step == 0:
+            if self._finished is not None:
+                first, result = self._finished
+                self._switch(pages, first, *result.result())
+                self._finished = None
+            if length >= compression.shortest and (length == compression.longest or self._lossy()):
+                result = self._memory.submit(partial(self._find, self._first, resident))
+                self._finished, self._first = (self._first, result), resident
+                self._losses.zero_()
+            else:
+                self._loss.start(self._losses.sum() / self._losses[0].numel())
 
-    def _end_if_lossy(self, wait: bool) -> None:
-        """Finish the segment with the newest complete buffer, if it has lost enough.
+    def _lossy(self) -> bool:
+        loss = self._loss.wait()
+        return loss is not None and float(loss) > self._compression.threshold
 
-        On a GPU the loss is known later, but before anything depends on it: when the next buffer is
-        complete. Nothing does where it cannot be enough: no token loses more than itself.
-        """
-        if self._loss is None:
-            return
-        most_lost = self._lost + (self._complete - self._lost_at)
-        must_know = wait and most_lost > self._compression.threshold
-        loss = self._loss.wait() if must_know else self._loss.value()
-        if loss is not None:
-            self._loss, self._lost, self._lost_at = None, float(loss), self._loss_at
-            if self._lost > self._compression.threshold:
-                self._finish(self._complete)
+    def _find(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """Find the own strategies of tokens [first, last)."""
+        tokens_of = partial(self._store.newest, self._slot, first=first, last=last)
+        return find_strategies(tokens_of, self._layers, self._compression)
 
-    def _finish(self, last: int) -> None:
-        """End the segment before token `last`, and begin to compute its own strategy."""
-        first = self._first
-
-        def tokens_of(layer: int) -> Tensor:
-            return newest_tokens(self._memory.store, self._slot, layer, first, last)
-
-        arguments = (tokens_of, self._covariance, self._compression)
-        result: Future[list[tuple[Strategy, PackedVectors]]]
-        if self.strategies:
-            due = last + self._compression.delay
-            result = self._executor.submit(self._memory.beside(recompress), *arguments)
-        else:  # the opening, which waits for no other sequence's
-            self._memory.not_finite.check(wait=True)
-            due, result = last, Future()
-            result.set_result(recompress(*arguments))
-        self._recompression = _Recompression(first, due, result)
-        self._begin_segment(last)
-
-    def _switch(self, pages: Tensor, finished: _Recompression) -> None:
-        """Let the finished segment's own strategy serve."""
-        index, found = len(self.strategies), finished.result.result()
-        row = self._memory.adopt(pages, self._slot, index, finished.first, found)
+    def _switch(self, pages: Tensor, first: int, numbers: Tensor, rotations: Tensor) -> None:
+        """Let the own strategy of the segment from `first` on serve it, and tokens that follow."""
+        row, last, store = self._memory.free_rows.pop(), self._first, self._store
+        (on_device,) = upload((numbers,), store.numbers.device)
+        store.numbers[row].copy_(on_device)
+        store.rotations[row].copy_(rotations)
+        if rotations.is_cuda:
+            rotations.record_stream(torch.cuda.current_stream())
+        store.rows[self._slot, len(self.strategies)].fill_(row)
+        self._assign(first, last, len(self.strategies))
+        compress_buffers(store, pages, self._slot, row, self._layers, first, last)
         self.strategies.append(row)
-        self._recompression = None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from cache_rank.config import ModelShape, OptionValue
-from cache_rank.kernels.mosaickv.store import Strategy
 from cache_rank.kernels.mosaickv.vectors import (
-    PackedVectors,
+    Strategy,
     bitmap_bytes,
     lost_energy,
     pack_vectors,
@@ -40,32 +40,29 @@ class Compression:
     Attributes:
         longest, shortest: most tokens of a segment, a multiple of 512, and fewest of one other than
             the opening.
-        delay: tokens between the end of a segment and the step from which its own strategy serves.
+        step: tokens between two looks at the loss of a segment, and between its end and the token
+            from which its own strategy serves.
         originals: most tokens of a sequence that are held in full precision.
         threshold: the accumulated loss that ends a segment, in tokens that are lost altogether.
         channels: C, the number of channels that are left; a multiple of every group.
         kept: most elements of a vector.
         bitmap_bytes: most bytes of a bitmap, in whole words of 4.
-        token_bytes: memory of a token's key and value, all layers.
-        strategy_bytes: memory of one segment's strategies, all layers.
+        token_bytes: memory of a token, and its share of the strategies: the shortest segments have
+            most.
+        slot_bytes: memory of a slot: tokens in full precision, losses, strategies of the opening.
     """
 
     def __init__(self, options: Mapping[str, OptionValue], model: ModelShape) -> None:
         self.longest, self.threshold = int(options["segment"]), float(options["threshold"])
-        self.shortest, self.delay = self.longest // 4, self.longest // 8
-        self.originals = self.longest + self.delay
+        self.shortest, self.step = self.longest // 4, self.longest // 8
+        self.originals = self.longest + self.step
         rates, wanted = (
             chosen if options[name] == "auto" else (float(options[name]),)
             for name, chosen in _AUTO.items()
         )
         head_dim = model.head_dim
         self._dtype = model.torch_dtype
-        groups = tuple(int(group) for group in wanted if head_dim % group == 0)
-        if not groups:
-            raise ValueError(
-                f"kv_residency_options group={options['group']}: does not divide the head "
-                f"dimension {head_dim}"
-            )
+        groups = tuple(map(int, wanted))
         largest = groups[0]
         left = head_dim - int(head_dim * float(options["dropped"]) / 100)
         self.channels = -(-left // largest) * largest
@@ -78,8 +75,11 @@ class Compression:
         self.bitmap_bytes = -(-bitmap_bytes(self.channels, groups[-1]) // 4) * 4
         self._largest_loss = float(options["loss"])
         heads, itemsize = 2 * model.layers * model.kv_heads, model.torch_dtype.itemsize
+        strategy_bytes = heads * head_dim * self.channels * itemsize
         self.token_bytes = heads * (self.kept * itemsize + self.bitmap_bytes)
-        self.strategy_bytes = heads * head_dim * self.channels * itemsize
+        self.token_bytes += -(-strategy_bytes // self.shortest)
+        self.slot_bytes = self.originals * model.bytes_per_token + strategy_bytes
+        self.slot_bytes += self.longest // BUFFER_TOKENS * heads * 8
 
     def most_strategies(self, tokens: int) -> int:
         """Most strategies of a sequence of so many tokens."""
@@ -110,18 +110,22 @@ class Compression:
         return Strategy(kept, group, rotations)
 
 
-def recompress(
-    tokens_of: Callable[[int], Tensor], covariance: Tensor, compression: Compression
-) -> list[tuple[Strategy, PackedVectors]]:
-    """Choose the strategy of each layer of a finished segment, and compress its tokens by it.
+def find_strategies(
+    tokens_of: Callable[[int], Tensor], layers: range, compression: Compression
+) -> tuple[Tensor, Tensor]:
+    """Find the strategy of each layer of a segment; of a layer it has tokens (2, Hkv, n, D).
 
-    `tokens_of` a layer are all tokens of the segment, (2, Hkv, n, D); their covariance is
-    (layers, 2, Hkv, D, D) float64.
+    Returns:
+        r and g, (layers, 2) int32 on the host, and rotations (layers, 2, Hkv, D, C).
     """
-    found = []
     # All layers are rotated at once: on a GPU, each by itself would take far longer.
-    for layer, rotations in enumerate(compression.rotations(covariance)):
-        tokens = tokens_of(layer)
-        strategy = compression.choose(tokens, rotations)
-        found.append((strategy, strategy.compress(tokens)))
-    return found
+    covariance = torch.stack([_covariance(tokens_of(layer)) for layer in layers])
+    rotations = compression.rotations(covariance)
+    chosen = [compression.choose(tokens_of(layer), rotations[layer])[:2] for layer in layers]
+    return torch.tensor(chosen, dtype=torch.int32), rotations
+
+
+def _covariance(tokens: Tensor) -> Tensor:
+    """The sum of xᵀx, float64, of which squares of what float32 holds are in range."""
+    parts = (part.double() for part in tokens.split(_SAMPLE_TOKENS, dim=2))
+    return torch.stack([part.mT @ part for part in parts]).sum(dim=0)
