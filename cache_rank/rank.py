@@ -208,8 +208,8 @@ class CacheRank:
         sequence = self._live(sequence_id, "Share", begins=False)
         shares, what = residency.shared_tail(self.config) is not None, f"Share of pages {names}"
         _require(shares, f"{what}, which {self.config.kv_residency} does not")
-        are_new = not any(name in selector.named for name in names)
-        _require(are_new, f"{what}, some of which there are")
+        new = {name for name in names if name not in selector.named}
+        _require(len(new) == len(names), f"{what}, some of which there are")
         are_complete = selector.may_share(sequence, names)
         _require(are_complete, f"{what} of sequence {sequence_id}, which are not complete")
         selector.share(sequence, names)
