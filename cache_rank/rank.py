@@ -123,12 +123,19 @@ class CacheRank:
         queries = config.query_window + 1 if on_gpu else 1
         while sequence.filled < wanted or sequence.queries < queries:
             rows = [Row(sequence.sequence_id, max(sequence.tokens, sequence.stepped))]
-            step, messages = selector.begin_step(0, rows), self._messages.of(1)
-            for layer_message, up in zip(self._layer_messages, messages.up, strict=True):
-                selector.serve(step, layer_message, up, messages.answer_of(layer_message))
+            self._warm_up_step(rows, refused=())
+        if on_gpu:  # forecasts of many rows have a kernel of their own
+            rows = [Row(NO_SEQUENCE, 0)] * config.max_rows
+            self._warm_up_step(rows, refused=range(config.max_rows))
         selector.end(NO_SEQUENCE)
         if on_gpu:
             torch.cuda.synchronize(self._device)
+
+    def _warm_up_step(self, rows: Sequence[Row], refused: Collection[int]) -> None:
+        selector, messages = self.selector, self._messages.of(len(rows))
+        step = selector.begin_step(0, rows, refused)
+        for layer_message, up in zip(self._layer_messages, messages.up, strict=True):
+            selector.serve(step, layer_message, up, messages.answer_of(layer_message))
 
     def handle(self, message: ToCacheRank) -> None:
         """Do what a message asks for that comes after Open."""

@@ -43,12 +43,14 @@ class ScoreBuffers:
         if self._scores.numel() < rows * of_row:
             self.moves += 1
             size = rounded_rows * of_row
+            self._scores = self._scores.new_empty(0)  # a GPU may have no room for old and new
             self._scores = torch.empty(size, dtype=torch.float32, device=self._device)
         needed = (rounded_rows, layers, capacity)
         if any(have < need for have, need in zip(self._workspace_for, needed, strict=True)):
             self.moves += 1
             most_rows, most_layers, most_tokens = map(max, self._workspace_for, needed)
             self._workspace_for = (most_rows, most_layers, most_tokens)
+            self._workspace = None
             self._workspace = self._make_workspace(*self._workspace_for)
         scores = self._scores[: rows * of_row].view(rows, layers, self._kv_heads, capacity)
         return self._workspace, scores

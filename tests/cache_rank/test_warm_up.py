@@ -14,10 +14,12 @@ from cache_rank import rank
 from cache_rank.config import ModelShape
 from cache_rank.protocol import Load, Open, Row, Step
 
-MODEL = ModelShape(5, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5)
+MODEL = ModelShape(
+    5, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5, hidden_size=64
+)
 MEMORY_BYTES = 1 << 30
-LENGTHS = (1, 40, 700, 4095, 5000, 33_000, 70_001, 131_071)
-"""Tokens of the prompts that come one after the other; the last one grows to more than 128 K."""
+LENGTHS = (1, 40, 700, 4095, 5000, 33_000, 70_001, 131_071, *range(100, 110))
+"""Tokens of the prompts that come one after the other; one grows to more than 128 K."""
 
 
 @pytest.mark.gpu
@@ -30,8 +32,9 @@ LENGTHS = (1, 40, 700, 4095, 5000, 33_000, 70_001, 131_071)
         {"kv_residency": "hack", "kv_residency_options": {"bits": 4}, "wire_dtype": "int8"},
         {"kv_residency": "lynx"},
         {"kv_residency": "mosaickv"},
+        {"query_predictor": "forecast", "forecast_lead": 1},
     ],
-    ids=["bf16", "int8", "quantspec", "hack", "lynx", "mosaickv"],
+    ids=["bf16", "int8", "quantspec", "hack", "lynx", "mosaickv", "forecast"],
 )
 def test_no_step_compiles_a_kernel(policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "memory_for_tokens", lambda *of: MEMORY_BYTES)
