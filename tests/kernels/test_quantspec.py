@@ -42,22 +42,6 @@ def test_decoding_is_within_a_step(group: Tensor, encode: Encode) -> None:
     assert (error <= torch.where(lower == 7, scale / 16, scale / 32) + slack).all()
 
 
-@given(group=groups)
-def test_keys_share_a_scale_a_channel_and_values_one_a_token(group: Tensor) -> None:
-    heads, count, head_dim = group.shape
-    for codes, shape in (
-        (encode_keys(group), (heads, 1, head_dim)),
-        (encode_values(group), (heads, count, 1)),
-    ):
-        assert codes.scale.shape == codes.zero.shape == shape
-        assert codes.scale.dtype == codes.zero.dtype == group.dtype
-        assert codes.upper.shape == codes.lower.shape == (heads, count, head_dim // 2)
-        assert codes.upper.dtype == codes.lower.dtype == torch.uint8
-    if count % 2 == 0:
-        transposed = decode(encode_values(group.transpose(-1, -2)))
-        assert torch.equal(decode(encode_keys(group)), transposed.transpose(-1, -2))
-
-
 @pytest.mark.parametrize(
     ("encode", "dim"), [(encode_keys, -2), (encode_values, -1)], ids=["keys", "values"]
 )

@@ -134,20 +134,6 @@ def test_a_request_that_was_retracted_is_told_of_its_new_slot(scheduler: Schedul
     assert reuse.dense_tokens(one) == 150
 
 
-def test_steps_from_the_threshold_on_are_sparse_and_counted(scheduler: Scheduler) -> None:
-    one, dense = request(0), request(1, dense=True)
-    assert statistics(one) == (0, "prefill")
-    scheduler.prefill(one, dense)
-    expected = [(0, "below_threshold"), (0, "below_threshold"), (1, None), (2, None)]
-    for length, found in zip(range(98, 102), expected, strict=True):
-        scheduler.decode([length, length], one, dense)
-        assert statistics(one) == found
-        why = "below_threshold" if length < THRESHOLD else "asked"
-        assert statistics(dense) == (0, why)
-    assert reuse.dense_tokens(one) == THRESHOLD - 1  # the first sparse step wrote token 99
-    assert reuse.dense_tokens(dense) is None
-
-
 def test_the_state_names_requests_that_are_sparse_now(scheduler: Scheduler) -> None:
     one, other = request(0), request(1)
     scheduler.prefill(one, other)
