@@ -31,27 +31,6 @@ from cache_rank.protocol import (
 )
 from sglang_ext.exchange.connection import CacheRankDownError, Connection, Placement
 
-ARRIVALS = {0: (40, 15), 6: (90, None), 20: (1, None), 30: (7, 3)}
-"""Step -> tokens of the prompt that arrives, and how many a Load ships (None: all)."""
-
-DEPARTURES = {26: 0, 36: 0, 42: 1}
-"""Step -> which of the live requests ends."""
-
-
-def test_selections_equal_the_synchronous_reference_slot_by_slot() -> None:
-    """test_selector.py steps other models in this process."""
-    model = with_rotary(GQA, interleaved=True)
-    config = small_config(model, query_predictor="spade", checksum=True)
-    live: list[Request] = []
-    with closing(InferenceRank(config)) as rank:
-        for step in range(50):
-            if step in DEPARTURES:
-                rank.end(live.pop(DEPARTURES[step]))
-            if step in ARRIVALS:
-                live.append(rank.arrive(*ARRIVALS[step]))
-            rank.decode(live if step % 2 else live[::-1])
-        assert rank.supervisor.starts == 1
-
 
 def test_says_what_to_do_when_no_token_fits(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CacheRankDownError, match="cannot start"):
@@ -75,6 +54,25 @@ def rank(lasting_rank: InferenceRank) -> Iterator[InferenceRank]:
     yield lasting_rank
     lasting_rank.connection.control.send(Flush())
     assert lasting_rank.supervisor.connection is lasting_rank.connection
+
+
+ARRIVALS = {0: (40, 15), 6: (90, None), 20: (1, None), 30: (7, 3)}
+"""Step -> tokens of the prompt that arrives, and how many a Load ships (None: all)."""
+
+DEPARTURES = {26: 0, 36: 0, 42: 1}
+"""Step -> which of the live requests ends."""
+
+
+def test_selections_equal_the_synchronous_reference_slot_by_slot(rank: InferenceRank) -> None:
+    """test_selector.py steps other models in this process."""
+    live: list[Request] = []
+    for step in range(50):
+        if step in DEPARTURES:
+            rank.end(live.pop(DEPARTURES[step]))
+        if step in ARRIVALS:
+            live.append(rank.arrive(*ARRIVALS[step]))
+        rank.decode(live if step % 2 else live[::-1])
+    rank.end(*live)
 
 
 def test_refused_rows_are_answered_for_no_sequence_and_the_others_are_served(

@@ -154,6 +154,7 @@ def distributions(server: Server, prompt: list[int], tokens: list[int]) -> torch
     return found
 
 
+@torch.compiler.set_stance("force_eager")
 def draw_as_plain(
     logprobs: torch.Tensor, seed: int, position: int, sampling: dict[str, float]
 ) -> int:
