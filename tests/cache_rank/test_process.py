@@ -12,6 +12,7 @@ import pytest
 import torch
 from modelled_request import Request, assert_refused
 from small_models import GQA, MHA, small_config, with_rotary
+from torch import Tensor
 from waiting import wait_until
 from wired_rank import LONG, PLACEMENT, InferenceRank
 
@@ -25,9 +26,11 @@ from cache_rank.protocol import (
     Flush,
     Load,
     Open,
+    Restore,
     Row,
     Share,
     Step,
+    page_shape,
 )
 from sglang_ext.exchange.connection import CacheRankDownError, Connection, Placement
 
@@ -174,6 +177,31 @@ def test_pages_that_there_are_not_are_refused(rank: InferenceRank) -> None:
     rank.expect_refused(len(bad))
     rank.decode([request, long])
     rank.end(request, long)
+
+
+def test_pages_come_back_as_they_were_shipped(rank: InferenceRank) -> None:
+    send, dtype = rank.connection.control.send, rank.config.model.torch_dtype
+
+    def receive(into: Tensor) -> Tensor:
+        rank.connection.link.bulk.receive(into).wait(LONG)
+        return into
+
+    request = rank.arrive(prompt=2 * PAGE_TOKENS + 40, chunk=100)
+    send(Share(request.sequence_id, [1, 2]))
+    rank.end(request)
+    for names in ([1, 2], [2], [2, 1]):
+        send(Restore(names))
+        assert int(receive(torch.zeros(1, dtype=torch.int64))) == PAGE_TOKENS * len(names)
+        for name in names:
+            page = receive(torch.empty(page_shape(rank.config), dtype=dtype))
+            shipped = request.prompt[:, :, (name - 1) * PAGE_TOKENS : name * PAGE_TOKENS]
+            assert torch.equal(page, shipped.transpose(2, 3))
+    for names in ([1, 3], []):
+        send(Restore(names))
+        assert int(receive(torch.ones(1, dtype=torch.int64))) == 0
+    rank.expect_refused(2)
+    send(Drop([1, 2]))
+    rank.reports.wait_for(lambda report: report.bytes_held == 0)
 
 
 def test_a_second_open_is_refused(rank: InferenceRank) -> None:
