@@ -107,16 +107,6 @@ def test_a_slot_is_told_before_its_first_step_and_not_again(scheduler: Scheduler
     assert [seen[0] for seen in scheduler.seen] == [NEVER] * 4
 
 
-def test_a_slot_is_as_the_request_that_has_it_now(scheduler: Scheduler) -> None:
-    one, dense, another = request(1), request(1, dense=True), request(1)
-    for current, expected in ((one, THRESHOLD), (dense, NEVER), (another, THRESHOLD)):
-        scheduler.prefill(current)
-        assert scheduler.seen[-1][1] == expected
-        scheduler.decode([THRESHOLD], current)
-        assert scheduler.seen[-1][1] == expected
-        scheduler.free(current)
-
-
 def test_a_request_that_was_retracted_is_told_of_its_new_slot(scheduler: Scheduler) -> None:
     one = request(0)
     scheduler.prefill(one)
