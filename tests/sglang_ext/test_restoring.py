@@ -1,16 +1,16 @@
-"""What is restored of a prompt, into whose rows, and what becomes of them when it fails."""
+"""What is not restored of a prompt, and what becomes of its rows; test_restore.py restores some."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from test_shared_prompts import TEXT, Rank, pages
 from torch import Tensor
 
-from sglang_ext import compat
 from sglang_ext.restoring import Restoring
 
 
@@ -31,30 +31,18 @@ class Allocator:
         self.rows += rows.tolist()
 
 
-class Written:
-    """In the place of the first layer: which tokens were written where."""
-
-    def __init__(self) -> None:
-        self.rows: dict[int, int] = {}
-
-    def write(self, tokens: list[int], rows: Tensor) -> None:
-        self.rows |= dict(zip(rows.tolist(), tokens, strict=False))
-
-
 class Ranks:
     """An inference rank whose cache rank has three pages of a prompt."""
 
-    def __init__(self, is_exact: bool = True, rows: int = pages(4), is_lost: bool = False) -> None:
+    def __init__(self, rows: int = pages(4), is_lost: bool = False) -> None:
         self.rank = Rank()
         self.rank.ship(self.rank.begun(TEXT[: pages(3)]))
-        self.allocator, self.first_layer = Allocator(rows), Written()
+        self.allocator, self.first_layer = Allocator(rows), Mock()
         self.client: Any = SimpleNamespace(exchange=self, call=self._call)
         self.is_lost = is_lost
         self.asked: list[list[int]] = []
-        first_layer: Any = self.first_layer
-        self.restoring = Restoring(
-            self.client, self.rank.lifecycle, self.allocator, first_layer, is_exact
-        )
+        parts = self.client, self.rank.lifecycle, self.allocator, self.first_layer
+        self.restoring = Restoring(*parts, is_exact=True)
 
     def _call(self, action: Any) -> None:
         action(self)
@@ -65,46 +53,16 @@ class Ranks:
         assert len(rows) == pages(len(names))
         self.asked.append(names)
 
-    def request(self, tokens: int = pages(3) + 9, **asked: Any) -> Any:
-        request = self.rank.request(TEXT[:tokens])
-        request.sampling_params.custom_params = asked
+    def request(self) -> Any:
+        request = self.rank.request(TEXT[: pages(3) + 9])
         request.host_hit_length = pages(3)
         return request
-
-
-@pytest.mark.parametrize(("most", "matched"), [(0, 0), (255, 0), (256, 1), (767, 2), (2000, 3)])
-def test_whole_pages_are_matched(most: int, matched: int) -> None:
-    ranks = Ranks()
-    assert ranks.restoring.match(ranks.request(), most) == pages(matched)
-
-
-def test_who_asks_to_stay_dense_gets_only_what_is_exact() -> None:
-    for is_exact in (True, False):
-        ranks = Ranks(is_exact)
-        matched = ranks.restoring.match(ranks.request(cache_rank=False), pages(3))
-        assert matched == pages(3) * is_exact
-        assert ranks.restoring.match(ranks.request(), pages(3)) == pages(3)
 
 
 def test_what_other_weights_have_computed_is_not_matched() -> None:
     ranks = Ranks()
     ranks.rank.lifecycle.weight_updates += 1
     assert ranks.restoring.match(ranks.request(), pages(3)) == 0
-
-
-def test_what_is_restored_is_the_requests_own() -> None:
-    ranks, free = Ranks(), pages(4)
-    request = ranks.request()
-    tokens = ranks.restoring.match(request, pages(3))
-    rows = ranks.restoring.restore(request, tokens)
-    assert rows is not None
-    assert ranks.asked == [[1, 2, 3]]
-    assert [ranks.first_layer.rows[row] for row in rows.tolist()] == TEXT[: pages(3)]
-    compat.pool_state(request).cache_protected_len = tokens  # as SGLang does
-    ranks.restoring.settle(request, is_admitted=True)
-    assert compat.pool_state(request).cache_protected_len == 0
-    assert len(ranks.allocator.rows) == free - tokens
-    assert request.cache_rank_restored is rows
 
 
 def test_what_is_not_used_is_given_back() -> None:
@@ -124,7 +82,7 @@ def test_a_prompt_is_prefilled_when_it_does_not_come_back(why: dict[str, Any]) -
     free, request = len(ranks.allocator.rows), ranks.request()
     assert ranks.restoring.restore(request, ranks.restoring.match(request, pages(3))) is None
     assert request.host_hit_length == 0
-    assert not ranks.first_layer.rows
+    ranks.first_layer.write.assert_not_called()
     assert len(ranks.allocator.rows) == free
     ranks.restoring.settle(request, is_admitted=True)
     assert len(ranks.allocator.rows) == free
