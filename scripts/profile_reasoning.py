@@ -21,7 +21,6 @@ import argparse
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from tqdm import tqdm
 
@@ -107,10 +106,8 @@ def main(argv: Sequence[str]) -> int:
     def measure_one(servers: Sequence[Server], job: Job, measurement: Measurement) -> None:
         measure_load(servers, options, measurement)
 
-    def write() -> list[Path]:
-        return write_results(results, options.out)
-
-    return measure_all(results, options.jobs, measurements_of, measure_one, write, options.out)
+    jobs, out = options.jobs, options.out
+    return measure_all(results, jobs, measurements_of, measure_one, write_results, out)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from scripts.shared import machine
@@ -70,12 +69,9 @@ def main(argv: Sequence[str]) -> int:
         shapes = [shape for shape in job.shapes if (job.system, shape) not in measured]
         return [Measurement(system=job.system, shape=shape) for shape in shapes]
 
-    def write() -> list[Path]:
-        return write_results(results, options.out)
-
     jobs = [job for job in options.jobs if missing(job)]
     results.jobs += jobs
-    return measure_all(results, jobs, missing, measure_shape, write, options.out)
+    return measure_all(results, jobs, missing, measure_shape, write_results, options.out)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,14 @@ def measure(client: Client, job: Job, repeats: int, measurement: Measurement) ->
             said += ask(client, said, each)
 
 
+def write_results(results: Results, out: Path) -> list[Path]:
+    """Write the measurements and a table into a folder; the files."""
+    rows = (row for each in results.measurements for row in _rows(each))
+    head = f"# Time to the first token: {results.jobs[0].model}"
+    parts = [head, provenance(results.commands, results.machine), EXPLANATION, table_of(rows)]
+    return write_report(out, "results", results, "\n\n".join(parts))
+
+
 def _rows(m: Measurement) -> list[dict[str, str]]:
     common = {"system": m.system, "length": str(m.length)}
     if m.failure:
@@ -145,13 +153,8 @@ def main(argv: Sequence[str]) -> int:
     def measure_length(servers: list[Server], job: Job, measurement: Measurement) -> None:
         measure(servers[0], job, options.repeats, measurement)
 
-    def write() -> list[Path]:
-        rows = (row for each in results.measurements for row in _rows(each))
-        head = f"# Time to the first token: {options.model}"
-        parts = [head, provenance(results.commands, described), EXPLANATION, table_of(rows)]
-        return write_report(options.out, "results", results, "\n\n".join(parts))
-
-    return measure_all(results, options.jobs, measurements_of, measure_length, write, options.out)
+    jobs, out = options.jobs, options.out
+    return measure_all(results, jobs, measurements_of, measure_length, write_results, out)
 
 
 if __name__ == "__main__":

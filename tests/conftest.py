@@ -6,10 +6,12 @@ that nothing else is imported before a test asks for it.
 """
 
 import importlib
+import logging
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -55,6 +57,16 @@ def signals() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Arguments of a server set up logging and the environment: leave them as they were."""
+    level = logging.root.level
+    monkeypatch.setattr(logging.root, "handlers", [])
+    with patch.dict(os.environ):
+        yield
+    logging.root.setLevel(level)
 
 
 @pytest.fixture

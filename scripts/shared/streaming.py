@@ -22,8 +22,6 @@ async def chunks_of(
 ) -> AsyncIterator[dict[str, Any]]:
     """Ask `/generate` of a server, and give each chunk when it comes.
 
-    ServerError if it refuses the request or ends it with an error; aiohttp's if it is gone.
-
     Raises:
         ServerError: the server refuses the request, or ends it with an error.
         aiohttp.ClientError: the server is gone.

@@ -195,7 +195,7 @@ class _Bench:
 
 
 def _ending(task: asyncio.Task[None]) -> str:
-    """How a request ended before its time; an aiohttp.ClientError says that the server is gone.
+    """How a request ended before its time.
 
     Raises:
         aiohttp.ClientError: the server is gone.

@@ -59,7 +59,7 @@ def measure_all(
     jobs: Sequence[Job],
     measurements_of: Callable[[Job], Sequence[Any]],
     measure: Callable[[list[Server], Job, Any], None],
-    write: Callable[[], list[Path]],
+    write: Callable[[Results, Path], list[Path]],
     out: Path,
 ) -> int:
     """Measure what there is to measure, and write the results whenever there are new ones.
@@ -71,8 +71,8 @@ def measure_all(
         jobs: are served one after the other.
         measurements_of: makes the measurements of a job, to be filled in.
         measure: fills in one of them.
-        write: writes the results; the files.
-        out: folder of the results; what servers print goes to `logs` in it.
+        write: writes the results into a folder; the files.
+        out: this folder; what servers print goes to `logs` in it.
 
     Returns:
         The exit status: 1 if something could not be measured.
@@ -87,7 +87,7 @@ def measure_all(
                     measure(servers, job, measurement)
                     measurement.memory_gib = machine.memory_gib(gpus)
                     results.measurements.append(left.pop(0))
-                    files = write()
+                    files = write(results, out)
         except FAILURES as error:
             tqdm.write(f"{job.system}: {error}", file=sys.stderr)
             log = "\n".join(server.tail() for server in servers)
@@ -95,7 +95,7 @@ def measure_all(
             for measurement in left:
                 measurement.failure = explain_failure(said, bool(servers), late)
             results.measurements += left
-            files = write()
+            files = write(results, out)
     print(*files, sep="\n")
     return int(any(measurement.failure for measurement in results.measurements))
 

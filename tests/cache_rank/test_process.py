@@ -12,6 +12,7 @@ import pytest
 import torch
 from modelled_request import Request, assert_refused
 from small_models import GQA, MHA, small_config, with_rotary
+from torch import Tensor
 from waiting import wait_until
 from wired_rank import LONG, PLACEMENT, InferenceRank
 
@@ -25,32 +26,12 @@ from cache_rank.protocol import (
     Flush,
     Load,
     Open,
+    Restore,
     Row,
     Share,
     Step,
 )
 from sglang_ext.exchange.connection import CacheRankDownError, Connection, Placement
-
-ARRIVALS = {0: (40, 15), 6: (90, None), 20: (1, None), 30: (7, 3)}
-"""Step -> tokens of the prompt that arrives, and how many a Load ships (None: all)."""
-
-DEPARTURES = {26: 0, 36: 0, 42: 1}
-"""Step -> which of the live requests ends."""
-
-
-def test_selections_equal_the_synchronous_reference_slot_by_slot() -> None:
-    """test_selector.py steps other models in this process."""
-    model = with_rotary(GQA, interleaved=True)
-    config = small_config(model, query_predictor="spade", checksum=True)
-    live: list[Request] = []
-    with closing(InferenceRank(config)) as rank:
-        for step in range(50):
-            if step in DEPARTURES:
-                rank.end(live.pop(DEPARTURES[step]))
-            if step in ARRIVALS:
-                live.append(rank.arrive(*ARRIVALS[step]))
-            rank.decode(live if step % 2 else live[::-1])
-        assert rank.supervisor.starts == 1
 
 
 def test_says_what_to_do_when_no_token_fits(capfd: pytest.CaptureFixture[str]) -> None:
@@ -75,6 +56,25 @@ def rank(lasting_rank: InferenceRank) -> Iterator[InferenceRank]:
     yield lasting_rank
     lasting_rank.connection.control.send(Flush())
     assert lasting_rank.supervisor.connection is lasting_rank.connection
+
+
+ARRIVALS = {0: (40, 15), 6: (90, None), 20: (1, None), 30: (7, 3)}
+"""Step -> tokens of the prompt that arrives, and how many a Load ships (None: all)."""
+
+DEPARTURES = {26: 0, 36: 0, 42: 1}
+"""Step -> which of the live requests ends."""
+
+
+def test_selections_equal_the_synchronous_reference_slot_by_slot(rank: InferenceRank) -> None:
+    """test_selector.py steps other models in this process."""
+    live: list[Request] = []
+    for step in range(50):
+        if step in DEPARTURES:
+            rank.end(live.pop(DEPARTURES[step]))
+        if step in ARRIVALS:
+            live.append(rank.arrive(*ARRIVALS[step]))
+        rank.decode(live if step % 2 else live[::-1])
+    rank.end(*live)
 
 
 def test_refused_rows_are_answered_for_no_sequence_and_the_others_are_served(
@@ -176,6 +176,31 @@ def test_pages_that_there_are_not_are_refused(rank: InferenceRank) -> None:
     rank.expect_refused(len(bad))
     rank.decode([request, long])
     rank.end(request, long)
+
+
+def test_pages_come_back_as_they_were_shipped(rank: InferenceRank) -> None:
+    send = rank.connection.control.send
+
+    def receive(into: Tensor) -> Tensor:
+        rank.connection.link.bulk.receive(into).wait(LONG)
+        return into
+
+    request = rank.arrive(prompt=2 * PAGE_TOKENS + 40, chunk=100)
+    send(Share(request.sequence_id, [1, 2]))
+    rank.end(request)
+    for names in ([1, 2], [2], [2, 1]):
+        send(Restore(names))
+        assert int(receive(torch.zeros(1, dtype=torch.int64))) == PAGE_TOKENS * len(names)
+        for name in names:
+            shipped = request.prompt[:, :, (name - 1) * PAGE_TOKENS : name * PAGE_TOKENS]
+            shipped = shipped.transpose(2, 3).contiguous()
+            assert torch.equal(receive(torch.empty_like(shipped)), shipped)
+    for names in ([1, 3], []):
+        send(Restore(names))
+        assert int(receive(torch.ones(1, dtype=torch.int64))) == 0
+    rank.expect_refused(2)
+    send(Drop([1, 2]))
+    rank.reports.wait_for(lambda report: report.bytes_held == 0)
 
 
 def test_a_second_open_is_refused(rank: InferenceRank) -> None:

@@ -114,28 +114,6 @@ def test_complete_groups_are_decoded_and_the_newest_tokens_as_they_came(
         assert count - coded in range(128, 256)
 
 
-@every_format
-def test_a_group_is_encoded_when_it_is_complete_and_never_again(name: str) -> None:
-    first, count, expected = {
-        "lynx": (250, 260, [256]),
-        "quantspec": (250, 390, [256, 384]),
-        "hack": (60, 130, [64, 128]),
-    }[name]
-    held = Held.empty(name, count)
-    held.load(first)
-    before: list[Tensor] = []
-    changes = []
-    for position in range(first, count):
-        held.append()
-        keys, _ = held.read()
-        now = decoded(name, held.keys[:, :, : position + 1], is_keys=True)
-        assert torch.equal(keys, now.to(keys.dtype))
-        if before and not torch.equal(before[-1], keys[:, :, :position]):
-            changes.append(position + 1)
-        before = [keys]
-    assert changes == expected
-
-
 @pytest.mark.parametrize("name", ["lynx", "quantspec"])
 @pytest.mark.parametrize("count", [256, 2900])
 @pytest.mark.parametrize("coarse", [False, True])

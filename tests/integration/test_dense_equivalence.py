@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from workload import DENSE, SMALL_CACHE_RANK, difference, random_prompts
+from workload import DENSE, SMALL_CACHE_RANK, assert_same_answers, random_prompts
 
-from scripts.shared.serving import Server, log_probabilities, serve
+from scripts.shared.serving import Server, serve
 from sglang_ext.flags import CHECKSUM_VARIABLE
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
@@ -19,14 +18,6 @@ THRESHOLD = 100
 NEW_TOKENS = 60
 # Below, just below, at and above the threshold; the longest needs five bulk chunks.
 PROMPTS = random_prompts([30, 60, 99, 100, 101, 150, 228, 300])
-
-
-def in_batches(server: Server, batch: int) -> list[Any]:
-    responses: list[Any] = []
-    for first in range(0, len(PROMPTS), batch):
-        prompts = PROMPTS[first : first + batch]
-        responses += server.generate_all(prompts, NEW_TOKENS, return_logprob=True)
-    return responses
 
 
 @pytest.fixture(scope="module")
@@ -48,15 +39,13 @@ def server(random_model: Callable[..., Path]) -> Iterator[Server]:
         yield running
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.releases)])
-def test_log_probabilities_equal_plain_sglang(
-    server: Server, plain_server: Server, batch: int
-) -> None:
+@pytest.mark.releases
+def test_log_probabilities_equal_plain_sglang(server: Server, plain_server: Server) -> None:
     # Plain SGLang differs from itself by up to 1e-5 between batches of different sizes.
-    expected = in_batches(plain_server, batch)
-    for prompt, response, dense in zip(PROMPTS, in_batches(server, batch), expected, strict=True):
-        assert response["output_ids"] == dense["output_ids"]
-        assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
+    expected = plain_server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True)
+    found = server.generate_all(PROMPTS, NEW_TOKENS, return_logprob=True)
+    assert_same_answers(found, expected)
+    for prompt, response in zip(PROMPTS, found, strict=True):
         # The shortest prompt stays below the threshold to its end, all others turn sparse.
         statistics = response["meta_info"]["cache_rank"]
         is_long = len(prompt) + NEW_TOKENS > THRESHOLD + 10
@@ -68,10 +57,8 @@ def test_log_probabilities_equal_plain_sglang(
 def test_a_long_prompt_is_prefilled_in_chunks_first(plain_server: Server, server: Server) -> None:
     (prompt,) = random_prompts([1900], seed=1)
     dense = plain_server.generate(prompt, 40, return_logprob=True)
-    response = server.generate(prompt, 40, return_logprob=True)
-    assert response["output_ids"] == dense["output_ids"]
     # Thirty chunks are shipped one a step: the request is sparse only for the last steps.
-    assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
+    assert_same_answers([server.generate(prompt, 40, return_logprob=True)], [dense])
 
 
 def test_a_request_may_stay_dense(server: Server) -> None:

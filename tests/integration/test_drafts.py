@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
-import requests
 import torch
 from sglang.srt.layers.sampler import (
     sampling_from_probs_torch,
@@ -25,11 +22,13 @@ from workload import (
     STRICT,
     STRICT_POOL,
     VOCABULARY,
+    assert_same_answers,
     difference,
     random_prompts,
+    streamed,
 )
 
-from scripts.shared.serving import Server, log_probabilities, serve
+from scripts.shared.serving import Server, serve
 from sglang_ext import compat
 from sglang_ext.drafts.noise import murmur_hash32
 
@@ -65,32 +64,14 @@ def _empty_tree(drafting_server: Server) -> None:
     drafting_server.flush_cache()
 
 
-def assert_as_plain(answers: list[Any], expected: list[Any]) -> None:
-    for answer, plain in zip(answers, expected, strict=True):
-        assert answer["output_ids"] == plain["output_ids"]
-        assert difference(log_probabilities(answer), log_probabilities(plain)) < 1e-4
-
-
 def test_greedy_answers_equal_plain_sglang(drafting_server: Server, plain_server: Server) -> None:
-    assert_greedy_answers_are_plain(drafting_server, plain_server, batch=len(PROMPTS))
-
-
-@inline
-def test_greedy_answers_one_by_one_equal_plain_sglang(
-    drafting_server: Server, plain_server: Server
-) -> None:
-    assert_greedy_answers_are_plain(drafting_server, plain_server, batch=1)
-
-
-def assert_greedy_answers_are_plain(drafting: Server, plain: Server, batch: int) -> None:
     """Prompts of several chunks among them; the second time they are found in the radix cache."""
     rounds = confirmed = 0
-    for first in range(0, len(PROMPTS), batch):
-        prompts = PROMPTS[first : first + batch]
-        expected = plain.generate_all(prompts, NEW_TOKENS, return_logprob=True)
+    for prompts in (PROMPTS, PROMPTS[-1:]):
+        expected = plain_server.generate_all(prompts, NEW_TOKENS, return_logprob=True)
         for _ in range(2):
-            answers = drafting.generate_all(prompts, NEW_TOKENS, return_logprob=True)
-            assert_as_plain(answers, expected)
+            answers = drafting_server.generate_all(prompts, NEW_TOKENS, return_logprob=True)
+            assert_same_answers(answers, expected, tolerance=1e-4)
         for answer in answers:
             rounds += answer["meta_info"]["spec_verify_ct"]
             confirmed += answer["meta_info"]["spec_num_correct_drafts"]
@@ -127,20 +108,15 @@ def test_top_log_probabilities_and_biases_equal_plain_sglang(
             assert difference([p for p, *_ in ours], [p for p, *_ in theirs]) < 1e-4
 
 
-SAMPLING = [
-    {"temperature": 1.0},
-    {"temperature": 1.2, "top_k": 20, "top_p": 0.95},
-]
-
-
-@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
 def test_sampled_answers_are_draws_of_plain_sglang_with_the_same_noise(
     drafting_server: Server,
     plain_server: Server,
-    sampling: dict[str, float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Plain SGLang tells the distributions of the text; noise is of the seed and the position."""
+    sampling = {"temperature": 1.0}
+    if drafting_server.cache_rank().get("placement") != "inline":
+        sampling = {"temperature": 1.2, "top_k": 20, "top_p": 0.95}
     monkeypatch.setattr("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32)
     (prompt,) = random_prompts([250], seed=4)
     seed = 2**40 + 7
@@ -178,6 +154,7 @@ def distributions(server: Server, prompt: list[int], tokens: list[int]) -> torch
     return found
 
 
+@torch.compiler.set_stance("force_eager")
 def draw_as_plain(
     logprobs: torch.Tensor, seed: int, position: int, sampling: dict[str, float]
 ) -> int:
@@ -246,18 +223,19 @@ def test_drafts_go_on_where_there_were_none_for_a_while(
 ) -> None:
     """A request with a penalty decodes beside, for which all of the batch has no drafts."""
     prompt, beside = random_prompts([200, 60], seed=15)
-    expected = plain_server.generate(prompt, 500)
+    expected = plain_server.generate(prompt, 300)
     with ThreadPoolExecutor() as pool:
-        answer = pool.submit(drafting_server.generate, prompt, 500)
+        answer = pool.submit(drafting_server.generate, prompt, 300)
         drafting_server.wait_for(30, sparse_requests=1)
         short = drafting_server.generate(beside, 20, sampling_params={"frequency_penalty": 1.5})
         found = answer.result()
     assert short["meta_info"]["spec_num_correct_drafts"] == 0
     assert found["output_ids"] == expected["output_ids"]
     assert found["meta_info"]["cache_rank"]["dense_reason"] is None
-    assert found["meta_info"]["spec_num_correct_drafts"] > 100
+    assert found["meta_info"]["spec_num_correct_drafts"] > 60
 
 
+@inline
 def test_stops_within_a_round_end_an_answer_there(
     drafting_server: Server, plain_server: Server
 ) -> None:
@@ -304,25 +282,22 @@ def test_a_stream_reports_as_much_as_an_answer(drafting_server: Server) -> None:
     body = {
         "input_ids": prompt,
         "sampling_params": {"max_new_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True},
-        "stream": True,
     }
-    with requests.post(f"{drafting_server.url}/generate", json=body, stream=True) as response:
-        lines = [line for line in response.iter_lines() if line.startswith(b"data: {")]
-    last = json.loads(lines[-1].removeprefix(b"data: "))
-    assert last["output_ids"] == whole["output_ids"]
-    assert last["meta_info"]["cache_rank"] == whole["meta_info"]["cache_rank"]
-    assert len(lines) < NEW_TOKENS  # several tokens come at once
+    chunks = list(streamed(drafting_server, body))
+    assert chunks[-1]["output_ids"] == whole["output_ids"]
+    assert chunks[-1]["meta_info"]["cache_rank"] == whole["meta_info"]["cache_rank"]
+    assert len(chunks) < NEW_TOKENS  # several tokens come at once
 
 
 def test_requests_that_wait_for_room_or_are_aborted_leave_nothing(
     drafting_server: Server, plain_server: Server
 ) -> None:
     free = drafting_server.cache_rank()["pool_free_tokens"]
-    prompts = random_prompts([250] * 8, seed=9)  # 8 · 400 tokens, and there is room for 2500
-    expected = plain_server.generate_all(prompts, 150)
+    prompts = random_prompts([330] * 8, seed=9)  # 8 · 390 tokens, and there is room for 2500
+    expected = plain_server.generate_all(prompts, 60)
     with ThreadPoolExecutor() as pool:
         lost = pool.submit(drafting_server.generate, prompts[0], 400, rid="to be aborted")
-        answers = drafting_server.generate_all(prompts, 150)
+        answers = drafting_server.generate_all(prompts, 60)
         drafting_server.post("/abort_request", {"rid": "to be aborted"})
         lost.result()
     for answer, plain in zip(answers, expected, strict=True):

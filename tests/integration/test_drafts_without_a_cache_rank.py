@@ -39,7 +39,10 @@ def server() -> Iterator[Server]:
         yield running
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+STOPPED = pytest.param(signal.SIGSTOP, marks=pytest.mark.thorough)  # test_failure.py stops one
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, STOPPED])
 def test_a_lost_cache_rank_changes_no_answer(server: Server, number: int) -> None:
     streams = Streams(server)
     state = server.wait_for(60, up=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -12,11 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
-import requests
 import zmq
 from endings import assert_streams_end
 from transformers import AutoTokenizer
 from waiting import wait_until
+from workload import streamed
 
 from scripts.accuracy.pointer_chase import Problem, make_chain
 from scripts.shared.serving import Server, serve
@@ -278,17 +277,12 @@ def test_a_last_step_that_cannot_be_changed_is_taken_back(small_sets: Server) ->
     streams = Streams(small_sets)
     lengths = range(91, 91 + len(CHAINS))
     sampling = [{"max_new_tokens": length, "temperature": 0} for length in lengths]
-    body = {"input_ids": streams.prompts, "sampling_params": sampling, "stream": True}
     latest: dict[int, Any] = {}
-    with requests.post(f"{small_sets.url}/generate", json=body, stream=True, timeout=60) as events:
-        for line in events.iter_lines():
-            if not line.startswith(b"data: {"):
-                continue
-            event = json.loads(line.removeprefix(b"data: "))
-            latest[event["index"]] = event
-            if event["meta_info"]["completion_tokens"] == 90 and pid:
-                os.kill(pid, signal.SIGKILL)
-                pid = 0
+    for event in streamed(small_sets, {"input_ids": streams.prompts, "sampling_params": sampling}):
+        latest[event["index"]] = event
+        if event["meta_info"]["completion_tokens"] == 90 and pid:
+            os.kill(pid, signal.SIGKILL)
+            pid = 0
     responses = [latest[index] for index in range(len(CHAINS))]
     assert statistics(responses, "retractions") > 0
     for response, chain, length in zip(responses, CHAINS, lengths, strict=True):

@@ -12,7 +12,14 @@ from pathlib import Path
 
 import pytest
 from waiting import wait_until
-from workload import DENSE, GPU_FLAGS, LIKELY_TOKENS, random_prompts, same_but_for_rounding
+from workload import (
+    DENSE,
+    GPU_FLAGS,
+    LIKELY_TOKENS,
+    cached,
+    random_prompts,
+    same_but_for_rounding,
+)
 
 from scripts.shared.serving import Server, serve
 
@@ -31,10 +38,6 @@ def server(request: pytest.FixtureRequest, deep_model: Path) -> Iterator[Server]
     flags = [*FLAGS, "--cache-rank-config", carried_by, "--model-path", str(deep_model)]
     with serve([*GPU_FLAGS, *flags]) as running:
         yield running
-
-
-def cached(response: dict[str, dict[str, int]]) -> int:
-    return response["meta_info"]["cached_tokens"]
 
 
 def test_what_comes_back_is_what_was_computed(server: Server) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import requests
+from workload import streamed
 
 from cache_rank.budget import DEFAULT_CURVE
 from scripts.shared.serving import Server, serve
@@ -20,20 +17,12 @@ ALWAYS = 4 + 16
 """Sinks and recent tokens."""
 
 
-def stream(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a response says of its request, token by token."""
-    url = f"{server.url}/generate"
-    with requests.post(url, json={**body, "stream": True}, stream=True, timeout=300) as response:
-        for line in response.iter_lines():
-            if line.startswith(b"data: {"):
-                yield json.loads(line.removeprefix(b"data: "))["meta_info"]
-
-
 def test_a_request_that_grows_gets_growing_budgets(bundled_inline_server: Server) -> None:
     prompt = [5 + number % 200 for number in range(900)]  # the model has 260 tokens
     sampling = {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}
-    said = list(stream(bundled_inline_server, {"input_ids": prompt, "sampling_params": sampling}))
-    attended = [one["cache_rank"]["attended_tokens"] for one in said if one["cache_rank"]]
+    body = {"input_ids": prompt, "sampling_params": sampling}
+    said = [one["meta_info"]["cache_rank"] for one in streamed(bundled_inline_server, body)]
+    attended = [statistics["attended_tokens"] for statistics in said if statistics]
     found = sorted({*attended} - {0})
     assert attended == sorted(attended)
     assert found[0] == ALWAYS + DEFAULT_CURVE.least  # 192 up to a length of 1,024

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import pytest
-import requests
+from workload import streamed
 
 from scripts.shared.serving import Server
 
@@ -137,15 +136,11 @@ def test_every_api_keeps_a_request_dense_that_asks_for_it(
 
 
 def test_all_samples_of_a_request_are_aborted(bundled_server: Server) -> None:
-    options = {"rid": "sampled", "stream": True}
-    body = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 1900, "n": 4}, **options}
-    body["sampling_params"] |= {"ignore_eos": True}
+    sampling = {"max_new_tokens": 1900, "n": 4, "ignore_eos": True}
+    body = {"input_ids": [5, 6, 7], "sampling_params": sampling, "rid": "sampled"}
     ends = {}
-    with requests.post(f"{bundled_server.url}/generate", json=body, stream=True, timeout=120) as it:
-        for line in it.iter_lines():
-            if line.startswith(b"data: {"):
-                said = json.loads(line[6:])
-                if not ends and said["meta_info"]["completion_tokens"] < 5:
-                    assert bundled_server.post("/abort_request", {"rid": "sampled"}).ok
-                ends[said["index"]] = said["meta_info"]["finish_reason"]
+    for said in streamed(bundled_server, body):
+        if not ends and said["meta_info"]["completion_tokens"] < 5:
+            assert bundled_server.post("/abort_request", {"rid": "sampled"}).ok
+        ends[said["index"]] = said["meta_info"]["finish_reason"]
     assert {index: end["type"] for index, end in ends.items()} == dict.fromkeys(range(4), "abort")

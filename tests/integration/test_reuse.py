@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -12,8 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
-from workload import DENSE, REUSE, SMALL_CACHE_RANK, STRICT, difference, random_prompts
+from workload import (
+    DENSE,
+    REUSE,
+    SMALL_CACHE_RANK,
+    STRICT,
+    assert_same_answers,
+    cached,
+    difference,
+    random_prompts,
+    sparse_steps,
+    streamed,
+)
 
 from scripts.shared.serving import Server, log_probabilities, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
@@ -43,14 +51,6 @@ def flush(server: Server) -> None:
     server.flush_cache()
 
 
-def cached(response: Any) -> int:
-    return int(response["meta_info"]["cached_tokens"])
-
-
-def sparse_steps(response: Any) -> int:
-    return int(response["meta_info"]["cache_rank"]["sparse_steps"])
-
-
 @pytest.mark.parametrize("shared", [1, 64, 129, 299])
 def test_a_hit_of_any_length_changes_no_answer(
     server: Server, plain_server: Server, shared: int
@@ -62,8 +62,7 @@ def test_a_hit_of_any_length_changes_no_answer(
         response = server.generate(prompt, NEW_TOKENS, return_logprob=True, **options)
         assert cached(response) == least
         assert (sparse_steps(response) > 40) == (options is not DENSE)
-        assert response["output_ids"] == dense["output_ids"]
-        assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
+        assert_same_answers([response], [dense])
 
 
 def test_what_sparse_steps_wrote_is_computed_again(server: Server, plain_server: Server) -> None:
@@ -73,8 +72,7 @@ def test_what_sparse_steps_wrote_is_computed_again(server: Server, plain_server:
     response = server.generate(prompt, NEW_TOKENS, return_logprob=True, **DENSE)
     # The step of the overlap schedule beyond the end may be sparse, too; its token is not kept.
     assert len(PROMPT) <= cached(response) <= len(PROMPT) + NEW_TOKENS - sparse_steps(first)
-    assert response["output_ids"] == dense["output_ids"]
-    assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
+    assert_same_answers([response], [dense])
     # This turn was dense, so the next one finds all of it.
     again = server.generate(prompt + response["output_ids"] + QUESTION, 5, **DENSE)
     assert cached(again) >= len(prompt) + NEW_TOKENS - 1
@@ -91,20 +89,22 @@ def test_a_row_that_the_tree_has_twice_is_not_read_when_it_is_freed(
     """The last token of a known prompt is computed again, and only one row of it is kept."""
     dense = plain_server.generate(PROMPT, 400, return_logprob=True)
     server.generate(PROMPT, 2)
-    with streamed(server, PROMPT, 400) as chunks:
-        next(chunks)  # it decodes before anything else is prefilled
-        with ThreadPoolExecutor(1) as pool:
-            last = pool.submit(lambda: deque(chunks, maxlen=1).pop())
-            rounds = 0
-            while not last.done():  # others write every row that is free
-                server.generate_all(random_prompts([400] * 4, seed=10 + rounds), 20)
-                rounds += 1
+    sampling = {"max_new_tokens": 400, "temperature": 0, "ignore_eos": True}
+    sampling |= DENSE["sampling_params"]
+    body = {"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True}
+    chunks = streamed(server, body)
+    next(chunks)  # it decodes before anything else is prefilled
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(lambda: deque(chunks, maxlen=1).pop())
+        rounds = 0
+        while not last.done():  # others write every row that is free
+            server.generate_all(random_prompts([400] * 4, seed=10 + rounds), 20)
+            rounds += 1
     response = last.result()
     assert rounds > 1
     assert cached(response) == len(PROMPT) - 1
     assert response["meta_info"]["cache_rank"]["retractions"] == 0
-    assert response["output_ids"] == dense["output_ids"]
-    assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-4  # of 400 steps
+    assert_same_answers([response], [dense], tolerance=1e-4)  # of 400 steps
 
 
 def test_what_the_radix_cache_has_evicted_comes_back(
@@ -122,24 +122,11 @@ def test_what_the_radix_cache_has_evicted_comes_back(
     details = response["meta_info"]["cached_tokens_details"]
     assert cached(response) == details["device"] + details["host"] == 3 * 256
     assert 300 <= details["device"] < 500
-    assert response["output_ids"] == dense["output_ids"]
-    assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
+    assert_same_answers([response], [dense])
     again = server.generate(prompt, 1)
     assert cached(again) == 899  # what came back is in the tree
     server.flush_cache()
     assert server.cache_rank()["pool_free_tokens"] == free
-
-
-@contextlib.contextmanager
-def streamed(server: Server, prompt: list[int], new_tokens: int) -> Iterator[Iterator[Any]]:
-    """What is known of the answer of a dense request, after each step."""
-    sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-    sampling |= DENSE["sampling_params"]
-    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True}
-    url, options = f"{server.url}/generate", {"timeout": 240, "stream": True}
-    with requests.post(url, json={**body, "stream": True}, **options) as response:
-        lines = (line.removeprefix(b"data: ") for line in response.iter_lines() if line)
-        yield (json.loads(line) for line in lines if line != b"[DONE]")
 
 
 def test_many_share_a_prompt_under_pressure(server: Server, plain_server: Server) -> None:
@@ -176,8 +163,7 @@ def test_requests_that_ask_for_it_attend_to_what_was_computed_densely(
         dense = plain_server.generate(prompt, NEW_TOKENS, return_logprob=True)
         for _ in range(2):
             response = server.generate(prompt, NEW_TOKENS, return_logprob=True, **DENSE)
-            assert response["output_ids"] == dense["output_ids"]
-            assert difference(log_probabilities(response), log_probabilities(dense)) < 1e-5
+            assert_same_answers([response], [dense])
         assert cached(response) == len(prompt) - 1
         response = server.generate(prompt, NEW_TOKENS, return_logprob=True)
         assert cached(response) >= len(PROMPT) + NEW_TOKENS - 1
@@ -231,10 +217,8 @@ def test_a_sparse_request_that_is_preempted_goes_on_where_it_was(
     high = server.generate(prompts[2], lengths[2], return_logprob=True, priority=10)
     assert running.is_alive(), "both places were taken"
     running.join()
-    for response, expected in zip([*low, high], dense, strict=True):
-        assert response["output_ids"] == expected["output_ids"]
-        assert difference(log_probabilities(response), log_probabilities(expected)) < 1e-5
-        assert sparse_steps(response) > 30
+    assert_same_answers([*low, high], dense)
+    assert min(map(sparse_steps, [*low, high])) > 30
     assert sorted(one["meta_info"]["num_retractions"] for one in low) == [0, 1]
     state = server.wait_for(10, sequences=0)
     assert state["pool_free_tokens"] == free

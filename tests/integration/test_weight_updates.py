@@ -25,6 +25,8 @@ from workload import (
     SMALL_INLINE,
     STRICT,
     STRICT_POOL,
+    assert_same_answers,
+    cached,
     copy_model,
     difference,
     negated_queries,
@@ -161,8 +163,7 @@ def test_a_prefix_of_old_weights_is_not_reused(
         assert difference(log_probabilities(new), log_probabilities(old)) > 1e-3
         server.flush_cache()
         fresh = server.generate(prompt, 30, return_logprob=True)
-        assert new["output_ids"] == fresh["output_ids"]
-        assert difference(log_probabilities(new), log_probabilities(fresh)) < 1e-5
+        assert_same_answers([new], [fresh])
     if placement == "cache rank":
         state = server.cache_rank()
         assert state["starts"] == 1
@@ -229,12 +230,8 @@ def test_requests_that_a_pause_aborts_leave_nothing_to_new_weights(
     after = [server.generate(prompt, 30, return_logprob=True) for prompt in prompts]
     assert [cached(response) for response in after] == [0] * len(prompts)
     server.flush_cache()
-    for prompt, response in zip(prompts, after, strict=True):
-        assert_same(response, server.generate(prompt, 30, return_logprob=True))
-
-
-def cached(response: Any) -> int:
-    return int(response["meta_info"]["cached_tokens"])
+    fresh = [server.generate(prompt, 30, return_logprob=True) for prompt in prompts]
+    assert_same_answers(after, fresh)
 
 
 def differences_by_todays_weights(server: Server, prompt: list[int], response: Any) -> list[float]:
@@ -254,11 +251,6 @@ def resume(server: Server, tags: list[str] | None = None) -> None:
     server.post("/resume_memory_occupation", {"tags": tags}).raise_for_status()
 
 
-def assert_same(response: Any, expected: Any) -> None:
-    assert response["output_ids"] == expected["output_ids"]
-    assert difference(log_probabilities(response), log_probabilities(expected)) < 1e-5
-
-
 @with_a_cache_rank
 def test_memory_that_is_released_comes_back_without_what_it_held(server: Server) -> None:
     server.flush_cache()
@@ -276,7 +268,7 @@ def test_memory_that_is_released_comes_back_without_what_it_held(server: Server)
     # Plain SGLang answers, too, where nothing is taken from it; it is dense then.
     while_released = server.generate(prompt, 40, return_logprob=True)
     assert while_released["meta_info"]["cache_rank"]["dense_reason"] == "down"
-    assert_same(while_released, dense)
+    assert_same_answers([while_released], [dense])
 
     resume(server)
     state = server.cache_rank()
@@ -284,7 +276,7 @@ def test_memory_that_is_released_comes_back_without_what_it_held(server: Server)
     assert server.metrics()["sglang_cache_rank_memory_released"] == 0
     server.flush_cache()  # of what was computed meanwhile
     again = server.generate(prompt, 40, return_logprob=True)
-    assert_same(again, sparse)
+    assert_same_answers([again], [sparse])
     for name in ("sparse_steps", "tokens_shipped", "stale_steps"):
         assert again["meta_info"]["cache_rank"][name] == sparse["meta_info"]["cache_rank"][name]
     state = server.wait_for(10, sequences=0, tokens_kept=before["tokens_kept"])
@@ -320,7 +312,7 @@ def test_weights_change_while_memory_is_released(
     assert server.cache_rank().get("tokens_adopted") == before.get("tokens_adopted")
     assert difference(log_probabilities(new), log_probabilities(old)) > 1e-3
     assert trainer.update_from_tensor(0.5).json()["success"]
-    assert_same(server.generate(prompt, 30, return_logprob=True), new)
+    assert_same_answers([server.generate(prompt, 30, return_logprob=True)], [new])
     assert server.cache_rank().get("losses") == before.get("losses")
 
 
@@ -337,6 +329,6 @@ def test_memory_is_released_while_a_lost_cache_rank_starts_again(server: Server)
         assert not server.cache_rank()["up"]
         resume(server)
         server.wait_for(60, up=True)
-        assert_same(server.generate(prompt, 40, return_logprob=True), expected)
+        assert_same_answers([server.generate(prompt, 40, return_logprob=True)], [expected])
         server.flush_cache()
     assert server.cache_rank()["starts"] >= starts + 3

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import requests
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -75,6 +78,33 @@ def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
 def difference(ours: list[float], theirs: list[float]) -> float:
     """Return the largest difference of two lists of log-probabilities."""
     return max(abs(one - other) for one, other in zip(ours, theirs, strict=True))
+
+
+def assert_same_answers(
+    answers: Sequence[Any], expected: Sequence[Any], tolerance: float = 1e-5
+) -> None:
+    """Compare tokens, and log-probabilities but for rounding."""
+    for answer, plain in zip(answers, expected, strict=True):
+        assert answer["output_ids"] == plain["output_ids"]
+        assert difference(log_probabilities(answer), log_probabilities(plain)) < tolerance
+
+
+def cached(response: Any) -> int:
+    """Count the tokens of a prompt that were not computed."""
+    return int(response["meta_info"]["cached_tokens"])
+
+
+def sparse_steps(response: Any) -> int:
+    return int(response["meta_info"]["cache_rank"]["sparse_steps"])
+
+
+def streamed(server: Server, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Ask, and yield what is said of the answer, chunk by chunk."""
+    url = f"{server.url}/generate"
+    with requests.post(url, json={**body, "stream": True}, stream=True, timeout=240) as response:
+        for line in response.iter_lines():
+            if line.startswith(b"data: {"):
+                yield json.loads(line.removeprefix(b"data: "))
 
 
 def assert_sparse_is_dense(server: Server, least_sparse_steps: int) -> None:

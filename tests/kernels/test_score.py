@@ -153,11 +153,6 @@ def test_triton_of_more_chunks_than_are_summed_together(
     torch.testing.assert_close(actual, expected, atol=3e-4, rtol=1e-5)
 
 
-def test_triton_with_one_layer_one_head_and_one_token(device: torch.device) -> None:
-    step = random_step(device, [0], [0], layers=1, kv_heads=1, group=1)
-    torch.testing.assert_close(score(triton, step, 1), torch.zeros((1, 1, 1, 1), device=device))
-
-
 @pytest.mark.parametrize("factor", [1.0, 1e5], ids=["usual", "beyond float16"])
 def test_scores_of_rounded_logits_are_those_of_float16_logits(
     device: torch.device, factor: float, monkeypatch: pytest.MonkeyPatch

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator
 
 import pytest
 from parsed_args import Make, parser
@@ -16,20 +14,13 @@ from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
 
 @pytest.fixture
-def parses_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Parsing sets up logging and the environment; the tests are of a machine without a GPU."""
+def parses_on_a_cpu(quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parse as on a machine without a GPU."""
     made = parser()
-    environment, level = dict(os.environ), logging.root.level
-    handlers, logging.root.handlers = logging.root.handlers, []
     monkeypatch.setattr(cpu, "has_gpu", lambda: False)
     monkeypatch.setattr(server_args, "argument_parser", lambda kind: made)
     for variable in (ALLOW_LARGE_BUDGET_VARIABLE, CHECKSUM_VARIABLE):
         os.environ.pop(variable, None)
-    yield
-    os.environ.clear()
-    os.environ.update(environment)
-    logging.root.handlers = handlers
-    logging.root.setLevel(level)
 
 
 @pytest.fixture

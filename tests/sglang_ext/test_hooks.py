@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import pkgutil
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -34,15 +32,6 @@ def _live_plugin() -> None:
 @pytest.fixture(autouse=True)
 def _without_inference_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inference_rank, "_current", None)
-
-
-@pytest.fixture
-def environment() -> Iterator[None]:
-    """Restored afterwards; SGLang's arguments set some of it."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
 
 
 # All in place.
@@ -140,7 +129,7 @@ def cache_rank_args(**changes: Any) -> CacheRankServerArgs:
     return args
 
 
-@pytest.mark.usefixtures("environment")
+@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("plain", ["another class", "no cache rank"])
 def test_plain_sglang_has_pools_without_reserve(
     plain: str, monkeypatch: pytest.MonkeyPatch
@@ -151,7 +140,7 @@ def test_plain_sglang_has_pools_without_reserve(
     assert pool_hooks.leave_room_beyond_allocator(10_000, CONFIGURATOR) == 10_000
 
 
-@pytest.mark.usefixtures("environment")
+@pytest.mark.usefixtures("quiet")
 def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -170,7 +159,7 @@ def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     assert 0 < left_for_headers < 1000
 
 
-@pytest.mark.usefixtures("environment")
+@pytest.mark.usefixtures("quiet")
 def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -194,7 +183,7 @@ def test_dense_layers_alone_have_rows_for_tokens_that_lose_theirs(
     assert before - left == 3 * 100 * row.nbytes
 
 
-@pytest.mark.usefixtures("environment")
+@pytest.mark.usefixtures("quiet")
 def test_what_leaves_no_memory_for_a_pool_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     args = cache_rank_args(context_length=100, inference_kv="working-set")
     monkeypatch.setattr(hook_module, "get_server_args", lambda: args)

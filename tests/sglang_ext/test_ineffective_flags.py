@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+from parsed_args import Make
 
-from sglang_ext import cpu
 from sglang_ext.ineffective_flags import warn_ineffective_flags, warn_small_capacity
-from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 
-
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Callable[..., CacheRankServerArgs]:
-    """Make arguments with what start-up chooses, and resolve nothing."""
-    monkeypatch.setattr(CacheRankServerArgs, "_resolve", lambda self, let_sglang: None)
-    chosen = {
-        "model_path": str(BUNDLED_MODEL),
-        "cache_rank_gpus": 1,
-        "hysteresis": 256,
-        "max_swap_tokens": 128,
-    }
-    return lambda **fields: CacheRankServerArgs(**{**chosen, **fields})
+CHOSEN = {"hysteresis": 256, "max_swap_tokens": 128}
+"""What start-up chooses."""
 
 
 @pytest.mark.parametrize(
@@ -56,12 +44,10 @@ def test_what_is_without_effect_is_named(
     fields: dict[str, Any],
     context_length: int,
     named: str | None,
-    make: Callable[..., CacheRankServerArgs],
-    monkeypatch: pytest.MonkeyPatch,
+    make: Make,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(cpu, "has_gpu", lambda: fields.get("device") == "cuda")
-    warn_ineffective_flags(make(**fields), context_length)
+    warn_ineffective_flags(make(**CHOSEN | fields), context_length)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * (named is not None)
     assert named is None or named in caplog.text
 
@@ -69,16 +55,13 @@ def test_what_is_without_effect_is_named(
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"hysteresis": None, "max_swap_tokens": None, "max_running_requests": 64}, None),
+        ({"max_running_requests": 64}, None),
         ({"max_total_tokens": 1024}, "--max-total-tokens 1024"),
         ({"reuse_sparse_tokens": "on", "disable_radix_cache": True}, "nothing is reused"),
     ],
 )
 def test_what_is_without_effect_inline_is_named(
-    fields: dict[str, Any],
-    named: str | None,
-    make: Callable[..., CacheRankServerArgs],
-    caplog: pytest.LogCaptureFixture,
+    fields: dict[str, Any], named: str | None, make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     warn_ineffective_flags(make(cache_rank_gpus=None, **fields), 8192)
     assert len(caplog.records) == (named is not None)

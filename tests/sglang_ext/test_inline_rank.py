@@ -107,16 +107,6 @@ def test_a_slot_is_told_before_its_first_step_and_not_again(scheduler: Scheduler
     assert [seen[0] for seen in scheduler.seen] == [NEVER] * 4
 
 
-def test_a_slot_is_as_the_request_that_has_it_now(scheduler: Scheduler) -> None:
-    one, dense, another = request(1), request(1, dense=True), request(1)
-    for current, expected in ((one, THRESHOLD), (dense, NEVER), (another, THRESHOLD)):
-        scheduler.prefill(current)
-        assert scheduler.seen[-1][1] == expected
-        scheduler.decode([THRESHOLD], current)
-        assert scheduler.seen[-1][1] == expected
-        scheduler.free(current)
-
-
 def test_a_request_that_was_retracted_is_told_of_its_new_slot(scheduler: Scheduler) -> None:
     one = request(0)
     scheduler.prefill(one)
@@ -132,20 +122,6 @@ def test_a_request_that_was_retracted_is_told_of_its_new_slot(scheduler: Schedul
     assert statistics(one) == (2, None)  # over both of its lives
     assert statistics(dense) == (0, "asked")
     assert reuse.dense_tokens(one) == 150
-
-
-def test_steps_from_the_threshold_on_are_sparse_and_counted(scheduler: Scheduler) -> None:
-    one, dense = request(0), request(1, dense=True)
-    assert statistics(one) == (0, "prefill")
-    scheduler.prefill(one, dense)
-    expected = [(0, "below_threshold"), (0, "below_threshold"), (1, None), (2, None)]
-    for length, found in zip(range(98, 102), expected, strict=True):
-        scheduler.decode([length, length], one, dense)
-        assert statistics(one) == found
-        why = "below_threshold" if length < THRESHOLD else "asked"
-        assert statistics(dense) == (0, why)
-    assert reuse.dense_tokens(one) == THRESHOLD - 1  # the first sparse step wrote token 99
-    assert reuse.dense_tokens(dense) is None
 
 
 def test_the_state_names_requests_that_are_sparse_now(scheduler: Scheduler) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,34 +73,26 @@ def test_a_request_stays_dense_when_it_asks_to(
     custom: dict[str, Any] | None, reason: str | None
 ) -> None:
     lifecycle, _ = lifecycle_with()
-    assert (
-        lifecycle.reason_to_stay_dense(request_on(1, custom=custom), THRESHOLD, is_up=True)
-        == reason
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Room:
-    prompt: int
-    new_tokens: int | None
-    needed: int
+    request = request_on(1, custom=custom)
+    assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) == reason
 
 
 @pytest.mark.parametrize(
-    "room",
+    ("prompt", "new_tokens", "needed"),
     [
-        Room(prompt=20, new_tokens=10, needed=31),
-        Room(prompt=20, new_tokens=None, needed=21),
-        Room(prompt=20, new_tokens=1_000_000, needed=CONTEXT + 1),
-        Room(prompt=CONTEXT - 1, new_tokens=1, needed=CONTEXT + 1),
+        (20, 10, 31),
+        (20, None, 21),
+        (20, 1_000_000, CONTEXT + 1),
+        (CONTEXT - 1, 1, CONTEXT + 1),
     ],
-    ids=str,
 )
-def test_a_sequence_needs_room_for_the_whole_request_and_one_step_more(room: Room) -> None:
-    request = request_on(1, room.prompt, room.new_tokens)
-    lifecycle, _ = lifecycle_with(capacity=room.needed - 1)
+def test_a_sequence_needs_room_for_the_whole_request_and_one_step_more(
+    prompt: int, new_tokens: int | None, needed: int
+) -> None:
+    request = request_on(1, prompt, new_tokens)
+    lifecycle, _ = lifecycle_with(capacity=needed - 1)
     assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) == "cache_rank_memory"
-    lifecycle.capacity_tokens = room.needed
+    lifecycle.capacity_tokens = needed
     assert lifecycle.reason_to_stay_dense(request, THRESHOLD, is_up=True) is None
 
 
@@ -124,14 +115,6 @@ def test_a_request_says_the_same_of_itself_whatever_the_cache_rank_does(is_up: b
 # Phases.
 
 
-@dataclasses.dataclass(frozen=True)
-class Decoding:
-    """A request from its first decode step beyond the threshold on."""
-
-    first_position: int
-    steps: int
-
-
 def take_step(
     lifecycle: Lifecycle,
     sequence: SparseSequence,
@@ -151,12 +134,12 @@ def take_step(
     return phase
 
 
-def expected_phases(config: CacheRankConfig, decoding: Decoding, chunk: int) -> list[Phase]:
+def expected_phases(config: CacheRankConfig, positions: range, chunk: int) -> list[Phase]:
     """Phases by position, from first principles."""
     phases = []
     shipped = slots = exchanged = 0
     sparse = False
-    for position in range(decoding.first_position, decoding.first_position + decoding.steps):
+    for position in positions:
         if exchanged == 0 and shipped < position:
             phases.append(Phase.SHIPPING)
             shipped = min(position + 1, shipped + chunk)
@@ -173,8 +156,12 @@ def expected_phases(config: CacheRankConfig, decoding: Decoding, chunk: int) -> 
 
 
 decodings = st.builds(
-    Decoding, first_position=st.integers(THRESHOLD - 1, 40), steps=st.integers(1, 60)
+    lambda first, steps: range(first, first + steps),
+    st.integers(THRESHOLD - 1, 40),
+    st.integers(1, 60),
 )
+"""The positions of a request from its first decode step beyond the threshold on."""
+
 policies = st.builds(
     lambda **policy: CacheRankConfig(CONFIG.model, **policy),
     sparse_budget=st.integers(1, 20),
@@ -189,14 +176,11 @@ chunks = st.integers(2, 64)
 @settings(deadline=None)
 @given(policies, st.lists(decodings, min_size=1, max_size=4), chunks, st.data())
 def test_phases_depend_on_the_requests_own_positions_alone(
-    config: CacheRankConfig, decodings: list[Decoding], chunk: int, data: st.DataObject
+    config: CacheRankConfig, decodings: list[range], chunk: int, data: st.DataObject
 ) -> None:
     """Whoever its batch mates are, and in whichever order steps come."""
     lifecycle, _ = lifecycle_with(config)
-    left = {
-        slot: list(range(decoding.first_position, decoding.first_position + decoding.steps))
-        for slot, decoding in enumerate(decodings)
-    }
+    left = {slot: list(positions) for slot, positions in enumerate(decodings)}
     seen: dict[int, list[Phase]] = {slot: [] for slot in left}
     while any(left.values()):
         unfinished = [slot for slot, positions in left.items() if positions]
@@ -207,8 +191,8 @@ def test_phases_depend_on_the_requests_own_positions_alone(
             seen[slot].append(take_step(lifecycle, sequence, position, chunk, config))
         if not left[slot]:
             lifecycle.end(slot)
-    for slot, decoding in enumerate(decodings):
-        assert seen[slot] == expected_phases(config, decoding, chunk)
+    for slot, positions in enumerate(decodings):
+        assert seen[slot] == expected_phases(config, positions, chunk)
 
 
 # Ends.
@@ -240,6 +224,3 @@ def test_a_request_that_comes_back_has_a_new_sequence_and_its_old_statistics() -
     assert (second.phase, second.ended, second.orphaned) == (Phase.SHIPPING, False, False)
     assert (second.shipped, second.exchanged, second.filled) == (0, 0, 0)
     assert second.statistics is first.statistics is request.cache_rank_statistics
-
-
-# What a request carries.

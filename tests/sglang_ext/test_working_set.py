@@ -206,14 +206,3 @@ def test_a_forgotten_row_shows_nothing_of_its_former_request() -> None:
     true[1] += 500
     advance(table, [1], [8], [False])  # the very position that the former request would be at
     assert table.table[1, :9].tolist() == true[1, :9].tolist()
-
-
-def test_the_table_leaves_sglangs_own_alone() -> None:
-    true = torch.arange(2 * CONTEXT, dtype=torch.int32).view(2, CONTEXT)
-    before = true.clone()
-    table = WorkingSetTable(true, small_config())
-    advance(table, [0, 1], [20, 30], [False, False])
-    table.enter(1, 31, FIRST_RESERVE_ROW)
-    advance(table, [1, 0], [31, 21], [True, False])
-    assert torch.equal(true, before)
-    assert table.table.dtype == true.dtype

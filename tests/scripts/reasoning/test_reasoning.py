@@ -103,9 +103,7 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("line", "why"),
         [
-            ("--systems dense", "--loads"),
             ("--systems dense --loads 8", "--loads: '8' is not a load"),
-            ("--systems nothing --loads 1x1+1", "no system"),
             ("--systems floor --loads 1x1+1", "floor answers no requests"),
             ("--systems dense --loads 1x1+1 --model nothing", "no model"),
             ("--systems dense --loads 1x1+1 --rounds 0", "must be at least 1"),

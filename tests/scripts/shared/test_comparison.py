@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-import os
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,17 +14,6 @@ from scripts.shared.comparison import Load, Run, make_systems, serve_each, serve
 from scripts.shared.systems import DECODE_MODES, System
 
 LOAD = Load(4, 4 * 579, 259)
-
-
-@pytest.fixture
-def quiet() -> Iterator[None]:
-    """Parsing sets up logging and the environment: leave them as they were."""
-    environment, handlers, level = dict(os.environ), logging.root.handlers, logging.root.level
-    logging.root.handlers = []
-    yield
-    logging.root.handlers, logging.root.level = handlers, level
-    os.environ.clear()
-    os.environ.update(environment)
 
 
 def options_of(*arguments: str) -> Namespace:

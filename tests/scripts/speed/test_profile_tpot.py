@@ -128,8 +128,6 @@ class TestCommandLine:
     @pytest.mark.parametrize(
         ("line", "why"),
         [
-            ("--systems dense", "--shapes"),
-            ("--shapes 8x100", "--systems"),
             ("--systems dense --shapes 8", "--shapes: '8' is not a shape: write BATCHxCONTEXT"),
             ("--engine-args {", "--engine-args: Expecting property name"),
             ("--systems x --shapes 1x1", "no system 'x'"),

@@ -43,7 +43,8 @@ class TestWeights:
 
 
 def test_a_blank_calibration_is_of_the_model_and_corrects_no_projection(tmp_path: Path) -> None:
-    config, engine = model_config("llama-3.1-8b"), {"score_keys": "sketch", "dense_layers": 3}
+    config = {**model_config("llama-3.1-8b"), "num_hidden_layers": 8}
+    engine = {"score_keys": "sketch", "dense_layers": 3}
     write_blank(tmp_path, config, engine)
     card, corrections, bases = read(tmp_path)
     layers = config["num_hidden_layers"]

@@ -185,22 +185,6 @@ def test_only_so_many_shipments_are_under_way() -> None:
     assert sequence.shipped == 10 * (MAX_SHIPMENTS_UNDER_WAY + 3)
 
 
-def test_a_shipment_is_what_the_pool_holds() -> None:
-    side = InferenceSide()
-    shipments: list[Tensor] = []
-
-    def keep(shipment: Tensor) -> Transfer:
-        shipments.append(shipment)
-        return Transfer([], "bulk", lambda: None)
-
-    side.connection.link.bulk.send = keep
-    pool_rows = torch.tensor([7, 3, 200, 11])
-    sequence = SparseSequence(1, None, 1, 300, 100, RequestStatistics())
-    side.exchange.ship(sequence, pool_rows)
-    for part, buffers in zip(shipments[0], (side.keys, side.values), strict=True):
-        assert torch.equal(part, torch.stack([buffer[pool_rows] for buffer in buffers]))
-
-
 def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:
     side = InferenceSide()
     request = side.arrive(20)
