@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +46,29 @@ _PAGES_ROUNDING = 16
 
 _STEP_BYTES = 1024
 """A row of a step uploads fewer bytes than this beside its pages."""
+
+
+class RowNumbers(NamedTuple):
+    """What is uploaded of each row of a step: its numbers, or a column of each.
+
+    Attributes:
+        slot: of the sequence; -1 in a refused row.
+        queries: in the ring, the current one included.
+        position: of the step.
+        newest, newest_before: positions of the newest tokens held after the step, and before.
+        budget, budget_before: how many slots it may fill then.
+    """
+
+    slot: Any
+    queries: Any
+    position: Any
+    newest: Any
+    newest_before: Any
+    budget: Any
+    budget_before: Any
+
+
+REFUSED_ROW = RowNumbers(-1, 0, 0, 0, 0, 1, 1)
 
 
 class SelectorStep(NamedTuple):
@@ -248,42 +271,52 @@ class Selector:
             if index not in refused
         ]
         count = len(rows)
-        by_row: list[tuple[int, ...]] = [(-1, 0, 0, 0, 0, 1, 1)] * count
+        by_row = [REFUSED_ROW] * count
         header = [(NO_SEQUENCE,) * len(AnswerHeader._fields)] * count
         fresh_header = list(header)
         for index, row, sequence in live:
             position, newest_before = row.position, sequence.tokens - 1
             sequence.advance(self.config, position)
             self._extend(sequence, sequence.tokens)
-            newest = sequence.tokens - 1
-            of_slot, after_and_before = (sequence.slot, sequence.queries), (newest, newest_before)
-            budgets = map(self.config.budget_after, after_and_before)
-            by_row[index] = (*of_slot, position, *after_and_before, *budgets)
+            newest, budget_after = sequence.tokens - 1, self.config.budget_after
+            by_row[index] = RowNumbers(
+                slot=sequence.slot,
+                queries=sequence.queries,
+                position=position,
+                newest=newest,
+                newest_before=newest_before,
+                budget=budget_after(newest),
+                budget_before=budget_after(newest_before),
+            )
             of_row = (number, row.sequence_id)
             header[index] = (*of_row, position + 1, sequence.filled, 0, 0)
             fresh_header[index] = (*of_row, position, sequence.fresh_filled, 0, 0)
-        columns = list(zip(*by_row, strict=True))
-        slots, after = columns[0], columns[3]
+        host = RowNumbers(*zip(*by_row, strict=True))
         width = max((len(sequence.pages) for _, _, sequence in live), default=1)
         on_gpu = self._step_memory is not None
         if on_gpu:
             width = -(-width // _PAGES_ROUNDING) * _PAGES_ROUNDING
-        page_table = self._slot_pages[[max(slot, 0) for slot in slots], :width]
-        small = torch.tensor(columns, dtype=torch.int32)
-        on_host = (small, page_table, torch.tensor((header, fresh_header)))
+        page_table = self._slot_pages[[max(slot, 0) for slot in host.slot], :width]
+        numbers = torch.tensor(host, dtype=torch.int32)
+        on_host = (numbers, page_table, torch.tensor((header, fresh_header)))
         changed = self._slot_map.changed[:, :count].zero_()
-        capacity = width * PAGE_TOKENS if on_gpu else max(after) + 1
+        capacity = width * PAGE_TOKENS if on_gpu else max(host.newest) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
-        current, held, before = (
+        device = RowNumbers(*numbers)
+        current, after, earlier = (
             BatchMetadata(
-                PagedRows(table, numbers[0], numbers[column]),
-                numbers[1],
-                numbers[6 if is_fresh else 5],
-                headers[is_fresh],
+                PagedRows(table, device.slot, positions),
+                device.queries,
+                budgets,
+                header_of_rows,
                 capacity,
-                list(zip(slots, columns[column], strict=True)),
+                list(zip(host.slot, places, strict=True)),
             )
-            for column, is_fresh in ((2, 0), (3, 0), (4, 1))
+            for positions, places, budgets, header_of_rows in (
+                (device.position, host.position, device.budget, headers[0]),
+                (device.newest, host.newest, device.budget, headers[0]),
+                (device.newest_before, host.newest_before, device.budget_before, headers[1]),
+            )
         )
         self._graphs.allow_more()
         scores = self._residency.scores
@@ -291,7 +324,7 @@ class Selector:
         scores.take(count, len(self.config.groups[0]), capacity)
         if scores.moves > moves:
             self._graphs.clear()
-        return SelectorStep(number, current, held, before, (count, width), live, changed)
+        return SelectorStep(number, current, after, earlier, (count, width), live, changed)
 
     def serve(
         self,
