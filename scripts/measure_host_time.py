@@ -27,7 +27,7 @@ from cache_rank.channels.nccl import prepare_environment
 from cache_rank.config import ModelShape
 from scripts.shared.command import make_parser
 from scripts.shared.report import table_of
-from sglang_ext.exchange.connection import Placement
+from sglang_ext.exchange.connection import ProcessSettings
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.memory import reserve_rows
 from sglang_ext.pools import Pools
@@ -143,16 +143,16 @@ def main() -> None:
         f"--device {options.device} --cache-rank-gpus 1 --sparse-threshold 512 --sparse-budget 64 "
         "--max-swap-tokens 16 --log-level warning".split()
     )
-    placement = Placement(args.cache_rank_address)
+    settings = ProcessSettings(args.cache_rank_address)
     if options.device == "cuda":
         prepare_environment(os.environ, args.cache_rank_address)
-        placement = placement._replace(inference_device="cuda:0", cache_device="cuda:1")
-    supervisor = Supervisor("cache-rank-0", placement, timeout=60.0)
+        settings = settings._replace(inference_device="cuda:0", cache_device="cuda:1")
+    supervisor = Supervisor("cache-rank-0", settings, timeout=60.0)
     rank = make_rank(args, supervisor)
     found = {batch: percentiles(measure(rank, batch, options.steps)) for batch in options.batches}
     starts = []
     for _ in range(options.starts):
-        fresh = Supervisor("cache-rank-0", placement, timeout=60.0)
+        fresh = Supervisor("cache-rank-0", settings, timeout=60.0)
         fresh.open(rank.config)
         starts.append(fresh.start_seconds)
         fresh.close()

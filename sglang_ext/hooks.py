@@ -20,9 +20,8 @@ from sglang.srt.constants import (
 )
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_ext import compat, cpu, inference_rank
+from sglang_ext import compat, cpu, inference_rank, selecting
 from sglang_ext.calibration.serving import CALLS
-from sglang_ext.drafts import placement
 from sglang_ext.drafts.hooks import DRAFT_HOOKS
 from sglang_ext.hook import DECODE_GRAPHS, Hook, sparse_args, verifies
 from sglang_ext.inline import starting
@@ -43,7 +42,7 @@ def run_step(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Run a batch, as one of our decode steps when it is one."""
-    rank = placement.current()
+    rank = selecting.rank()
     if rank is None or batch is None:
         return original(worker, batch, *args, **kwargs)
 
@@ -64,7 +63,7 @@ def process_result(
 ) -> None:
     """Process what a step computed, but for requests whose answers were lost with a cache rank."""
     rank, plan = inference_rank.current(), getattr(result, "cache_rank_plan", None)
-    drafting, drafts = placement.current(), getattr(result, "cache_rank_drafts", 0)
+    drafting, drafts = selecting.rank(), getattr(result, "cache_rank_drafts", 0)
     width = getattr(result, "speculative_num_draft_tokens", 0) or 0
     is_round = drafting is not None and width > 1
     if (plan is not None or is_round) and result.copy_done is not None:
@@ -90,14 +89,14 @@ def after_request(result: None, request: Any, *_: Any, **__: Any) -> None:
 
 def before_match(request: Any, *_: Any, **__: Any) -> None:
     """Keep a prompt apart from what other weights have computed; it may have waited meanwhile."""
-    rank = placement.current()
+    rank = selecting.rank()
     if rank is not None:
         rank.before_match(request)
 
 
 def end_sequence(pool: Any, request: Any) -> None:
     """End the sequence of a request whose slot is about to be freed."""
-    rank = placement.current()
+    rank = selecting.rank()
     if rank is not None:
         rank.on_request_freed(request)
 
@@ -159,7 +158,7 @@ def resume_memory(result: Any, updater: Any, *_: Any, **__: Any) -> Any:
 
 def note_new_weights(result: Any, *_: Any, **__: Any) -> Any:
     """Let the cache rank forecast by the weights that were loaded."""
-    rank = placement.current()
+    rank = selecting.rank()
     if rank is not None:
         rank.on_weights_updated()
     return result
@@ -167,7 +166,7 @@ def note_new_weights(result: Any, *_: Any, **__: Any) -> Any:
 
 def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
     """Show the cache rank in `/server_info`."""
-    rank = placement.current()
+    rank = selecting.rank()
     if rank is not None:
         result.internal_state[CACHE_RANK] = rank.state(scheduler.tree_cache)
     return result

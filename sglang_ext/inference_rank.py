@@ -19,7 +19,7 @@ from sglang_ext.decode_step import DecodeStep
 from sglang_ext.eviction import Eviction
 from sglang_ext.exchange import make_exchange, make_gate
 from sglang_ext.exchange.base import Exchange
-from sglang_ext.exchange.connection import Connection, Placement
+from sglang_ext.exchange.connection import Connection, ProcessSettings
 from sglang_ext.first_layer import FirstLayer
 from sglang_ext.ineffective_flags import warn_small_capacity
 from sglang_ext.inline.draft_number import DraftNumber
@@ -313,7 +313,7 @@ _supervisor: Supervisor | None = None
 def spawn(args: CacheRankServerArgs, tp_rank: int, gpu_id: int) -> None:
     """Spawn this scheduler's cache-rank process, so that it loads while the model does."""
     global _supervisor
-    placement = Placement(
+    settings = ProcessSettings(
         args.cache_rank_address,
         trace=args.trace or "",
         memory_fraction=args.cache_rank_mem_fraction,
@@ -323,14 +323,14 @@ def spawn(args: CacheRankServerArgs, tp_rank: int, gpu_id: int) -> None:
         from cache_rank.channels.nccl import prepare_environment
 
         prepare_environment(os.environ, args.cache_rank_address)
-        placement = placement._replace(
+        settings = settings._replace(
             inference_device=f"cuda:{gpu_id}",
             cache_device=f"cuda:{args.first_cache_rank_gpu + tp_rank}",
             transfer_backend=args.cache_rank_transfer_backend,
         )
     _supervisor = Supervisor(
         f"cache-rank-{tp_rank}",
-        placement,
+        settings,
         args.cache_rank_timeout,
         args.cache_rank_max_restart_delay,
     )

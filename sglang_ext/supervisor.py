@@ -22,7 +22,7 @@ from sglang_ext.exchange.connection import (
     START_SECONDS,
     CacheRankDownError,
     Connection,
-    Placement,
+    ProcessSettings,
 )
 from sglang_ext.restart_backoff import LONGEST_DELAY_SECONDS, Loss, RestartBackoff
 
@@ -49,7 +49,7 @@ class Supervisor:
     def __init__(
         self,
         name: str,
-        placement: Placement,
+        settings: ProcessSettings,
         timeout: float,
         longest_delay: float = LONGEST_DELAY_SECONDS,
     ) -> None:
@@ -64,7 +64,7 @@ class Supervisor:
         self._backoff = RestartBackoff(longest_delay)
         self._reason: str | None = None
         self._name = name
-        self._placement = placement
+        self._settings = settings
         self._timeout = timeout
         self.on_report: Callable[[Report | None], None] = lambda report: None
         self.on_loss: Callable[[Loss], None] = lambda loss: None
@@ -144,7 +144,7 @@ class Supervisor:
             started = time.monotonic()
             connection, up_since, delay = None, None, 0.0
             try:
-                connection = self._spawned = Connection(self._name, self._placement, self._timeout)
+                connection = self._spawned = Connection(self._name, self._settings, self._timeout)
                 spawned = time.monotonic()
                 connection.stand_by(self._may_open)
                 waited = time.monotonic() - spawned

@@ -22,14 +22,13 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
 
-from sglang_ext import compat
-from sglang_ext.drafts import placement
+from sglang_ext import compat, selecting
 from sglang_ext.drafts.acceptance import ForcedAcceptance, accepted
 from sglang_ext.drafts.forwards import Forwards
-from sglang_ext.drafts.placement import DraftingRank
 from sglang_ext.drafts.sampling import draw, seeds_of
 from sglang_ext.inline.steps import Lengths
 from sglang_ext.reports import report
+from sglang_ext.selecting import SelectingRank
 
 Publish = Callable[[Tensor], None]
 
@@ -78,7 +77,7 @@ class DraftWorker(BaseSpecWorker):
         self.forwards = Forwards(target_worker.model_runner, self._width)
 
     def init_cuda_graphs(self) -> None:
-        rank = placement.current()
+        rank = selecting.rank()
         assert rank is not None
         self.forwards.capture(rank.draft_backend(self._target_worker.model_runner))
 
@@ -97,7 +96,7 @@ class DraftWorker(BaseSpecWorker):
             sampling.sampling_seed = seeds_of(batch.reqs, batch.device)
         if not batch.forward_mode.is_decode():
             return self._read(batch, publish)
-        rank = placement.current()
+        rank = selecting.rank()
         assert rank is not None
         # The current token has no row yet: it is one more than SGLang's lengths say.
         lengths = Lengths(batch.seq_lens, batch.seq_lens_cpu)
@@ -136,7 +135,7 @@ class DraftWorker(BaseSpecWorker):
         return self._finish(result, result.next_token_ids, ones, lengths, 1)
 
     def _dense_round(
-        self, rank: DraftingRank, batch: Any, lengths: Lengths, publish: Publish
+        self, rank: SelectingRank, batch: Any, lengths: Lengths, publish: Publish
     ) -> GenerationBatchResult:
         """Decode a few tokens of each request: less is left for the host to do for each."""
         steps = min(DENSE_STEPS, self._width)
@@ -149,7 +148,7 @@ class DraftWorker(BaseSpecWorker):
 
     def _round(
         self,
-        rank: DraftingRank,
+        rank: SelectingRank,
         batch: Any,
         lengths: Lengths,
         drafts: int,
@@ -182,7 +181,7 @@ class DraftWorker(BaseSpecWorker):
         rows: Tensor,
         steps: int,
     ) -> tuple[Tensor, Any]:
-        """Run decode steps one after the other, by a method of DraftingRank.
+        """Run decode steps one after the other, by a method of SelectingRank.
 
         Returns:
             The current tokens and those that are drawn, (B, steps + 1), and the last step's output.

@@ -42,8 +42,8 @@ class CacheRankDownError(RuntimeError):
     """The cache rank died, stopped, or did not answer in time."""
 
 
-class Placement(NamedTuple):
-    """Where the two ranks run, and what carries tensors between them.
+class ProcessSettings(NamedTuple):
+    """Where the two ranks run, what the cache rank may take, and what carries tensors.
 
     Attributes:
         address: host name or IP of the interface that the channels bind to.
@@ -62,9 +62,9 @@ class Placement(NamedTuple):
     transfer_backend: Literal["auto", "peer", "nccl"] = "auto"
 
 
-def _environment(placement: Placement) -> dict[str, str]:
+def _environment(settings: ProcessSettings) -> dict[str, str]:
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    if placement.inference_device == placement.cache_device != "cpu":
+    if settings.inference_device == settings.cache_device != "cpu":
         environment["NCCL_HOSTID"] = "cache rank"  # NCCL has no two ranks of a host on one GPU
     return environment
 
@@ -80,15 +80,15 @@ class Connection:
         check: called a few times a second by the watching thread; raises CacheRankDownError.
     """
 
-    def __init__(self, name: str, placement: Placement, timeout: float) -> None:
+    def __init__(self, name: str, settings: ProcessSettings, timeout: float) -> None:
         """Spawn the process; it is not ready yet."""
         self.timeout = timeout
         self.capacity_tokens = self.host_tokens = 0
         self.is_dismissed = False
         self.before_abort: Callable[[], None] = lambda: None
         self.check: Callable[[], None] = lambda: None
-        self._placement = placement
-        address = placement.address
+        self._settings = settings
+        address = settings.address
         self._secret = secrets.token_bytes(32)
         self._context: zmq.Context[Any] = zmq.Context()
         self._reports: ControlReceiver[ToInferenceRank] = ControlReceiver(
@@ -99,12 +99,12 @@ class Connection:
             secret=self._secret.hex(),
             report_endpoint=self._reports.endpoint,
             address=address,
-            device=placement.cache_device,
+            device=settings.cache_device,
         )
         self.process = SpawnedProcess(
             [sys.executable, "-m", "cache_rank.process"],
             msgspec.json.encode(launch),
-            _environment(placement),
+            _environment(settings),
         )
         assert self.process.stdout is not None
         self._heartbeat = self.process.stdout.fileno()
@@ -135,16 +135,16 @@ class Connection:
         self.control = ControlSender(self._context, ready.endpoint, self._secret)
         folder = tempfile.mkdtemp(prefix="cache-rank-")  # readable by this user only
         try:
-            placement = self._placement
-            device = torch.device(placement.inference_device)
+            settings = self._settings
+            device = torch.device(settings.inference_device)
             backend = transfer_backend(
-                placement.transfer_backend, device, torch.device(placement.cache_device)
+                settings.transfer_backend, device, torch.device(settings.cache_device)
             )
             rendezvous = make_rendezvous(backend, folder)
             self.transfer_backend = backend
-            memory = placement.memory_fraction, placement.host_bytes
-            self.control.send(Open(config, rendezvous, placement.trace, *memory))
-            ends = (rendezvous, INFERENCE, device, placement.address, self._secret)
+            memory = settings.memory_fraction, settings.host_bytes
+            self.control.send(Open(config, rendezvous, settings.trace, *memory))
+            ends = (rendezvous, INFERENCE, device, settings.address, self._secret)
             self.link = Link(config, *ends, LINK_SECONDS)
             self._is_linked = True
             opened: Opened = self._expect(Opened)

@@ -14,7 +14,7 @@ from modelled_request import Request, assert_refused
 from small_models import GQA, MHA, small_config, with_rotary
 from torch import Tensor
 from waiting import wait_until
-from wired_rank import LONG, PLACEMENT, InferenceRank
+from wired_rank import LONG, SETTINGS, InferenceRank
 
 from cache_rank.channels.transport import TransportError
 from cache_rank.pages import PAGE_TOKENS
@@ -31,12 +31,14 @@ from cache_rank.protocol import (
     Share,
     Step,
 )
-from sglang_ext.exchange.connection import CacheRankDownError, Connection, Placement
+from sglang_ext.exchange.connection import CacheRankDownError, Connection, ProcessSettings
 
 
 def test_says_what_to_do_when_no_token_fits(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(CacheRankDownError, match="cannot start"):
-        InferenceRank(small_config(GQA), placement=Placement("127.0.0.1", memory_fraction=1e-9))
+        InferenceRank(
+            small_config(GQA), settings=ProcessSettings("127.0.0.1", memory_fraction=1e-9)
+        )
     assert (
         "raise --cache-rank-mem-fraction, or lower --max-sparse-requests" in capfd.readouterr().err
     )
@@ -223,7 +225,7 @@ def test_a_sequence_id_is_never_used_again(rank: InferenceRank) -> None:
 
 def test_the_process_exits_when_its_standard_input_closes() -> None:
     config = small_config(GQA)
-    connection = Connection("cache rank of a test", PLACEMENT, LONG)
+    connection = Connection("cache rank of a test", SETTINGS, LONG)
     try:
         connection.open(config)
         connection.control.send(Step(1, [Row(1, 1)]))  # it waits for tensors

@@ -14,10 +14,10 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import DownMessage, End, Load, Report, Row, Step
 from cache_rank.schedule import LayerMessage
-from sglang_ext.exchange.connection import Placement
+from sglang_ext.exchange.connection import ProcessSettings
 from sglang_ext.supervisor import Supervisor
 
-PLACEMENT = Placement("127.0.0.1")
+SETTINGS = ProcessSettings("127.0.0.1")
 LONG = 60.0
 """A timeout that no passing test reaches."""
 
@@ -48,11 +48,11 @@ class InferenceRank:
     """The other end of the wire, without a pool and without SGLang."""
 
     def __init__(
-        self, config: CacheRankConfig, timeout: float = LONG, placement: Placement = PLACEMENT
+        self, config: CacheRankConfig, timeout: float = LONG, settings: ProcessSettings = SETTINGS
     ) -> None:
         self.config = config
         self.reports = Reports()
-        self.supervisor = Supervisor("cache rank of a test", placement, timeout)
+        self.supervisor = Supervisor("cache rank of a test", settings, timeout)
         self.supervisor.on_report = self.reports
         self.connection = self.supervisor.open(config)
         self.refused = 0

@@ -18,7 +18,7 @@ from test_metrics import exported, own_series
 from cache_rank.budget import BudgetCurve
 from cache_rank.config import CacheRankConfig, ModelShape
 from sglang_ext.exchange.base import Exchange
-from sglang_ext.exchange.connection import Connection, Placement
+from sglang_ext.exchange.connection import Connection, ProcessSettings
 from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.lifecycle import MOST_LOSSES, Phase, prepare_requests
 from sglang_ext.memory import reserve_rows
@@ -77,7 +77,9 @@ class Decoding:
             [torch.randn((rows, 1, 64), generator=generator) for _ in range(2)] for _ in range(2)
         )
         self.tokens = torch.arange(SLOTS * CONTEXT, dtype=torch.int32).view(SLOTS, CONTEXT)
-        self.supervisor = Supervisor("cache rank of a test", Placement("127.0.0.1"), LONG, 0.0)
+        self.supervisor = Supervisor(
+            "cache rank of a test", ProcessSettings("127.0.0.1"), LONG, 0.0
+        )
         pools = Pools(self.tokens, self.keys, self.values, None)
         self.rank = InferenceRank(ARGS, MODEL, pools, 0, self.supervisor, None)
         self._generator = generator

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from sglang_ext.exchange.connection import Placement
+from sglang_ext.exchange.connection import ProcessSettings
 from sglang_ext.exchange.spawned_process import LAST_WORDS_CHARACTERS, SpawnedProcess
 from sglang_ext.restart_backoff import STABLE_SECONDS, RestartBackoff
 from sglang_ext.supervisor import Supervisor
@@ -64,7 +64,7 @@ def test_starts_that_fail_after_the_first_are_logged(
             super().__init__([command[0], "-c", program], *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr("sglang_ext.exchange.connection.SpawnedProcess", Failing)
-    supervisor = Supervisor("a cache rank", Placement("127.0.0.1"), LONG)
+    supervisor = Supervisor("a cache rank", ProcessSettings("127.0.0.1"), LONG)
     supervisor.starts = 1
     supervisor._config = object()  # type: ignore[assignment]
     supervisor._may_open.set()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext import inference_rank
-from sglang_ext.exchange.connection import Placement
+from sglang_ext.exchange.connection import ProcessSettings
 
 
 def test_gpu_ranks_are_on_the_gpus_that_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,8 +28,8 @@ def test_gpu_ranks_are_on_the_gpus_that_they_were_given(monkeypatch: pytest.Monk
         first_cache_rank_gpu=4,
     )
     inference_rank.spawn(args, 1, 3)
-    placement = Placement(
+    settings = ProcessSettings(
         "127.0.0.1", "cuda:3", "cuda:5", host_bytes=500_000_000, transfer_backend="nccl"
     )
-    assert spawned == [("cache-rank-1", placement, 5.0, 30.0)]
+    assert spawned == [("cache-rank-1", settings, 5.0, 30.0)]
     assert inference_rank.os.environ["NCCL_SOCKET_IFNAME"] == "lo"

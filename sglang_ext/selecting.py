@@ -1,0 +1,16 @@
+"""Who selects in this process: it does so inline, or a cache rank does."""
+
+from __future__ import annotations
+
+from sglang_ext import inference_rank
+from sglang_ext.inference_rank import InferenceRank
+from sglang_ext.inline import starting
+from sglang_ext.inline.rank import InlineRank
+
+SelectingRank = InlineRank | InferenceRank
+"""What hooks and rounds of drafts ask: both have the same methods, under one name each."""
+
+
+def rank() -> SelectingRank | None:
+    """Return who selects; None where nothing does."""
+    return starting.current() or inference_rank.current()
