@@ -222,9 +222,7 @@ class CacheRankFlags(ServerArgs):
         float, Arg(help="most seconds before a lost cache rank is restarted")
     ] = LONGEST_DELAY_SECONDS
     trace_steps: A[int, Arg(help="decode steps that --trace covers")] = 8
-    allow_untested_sglang: A[
-        bool, Arg(help="start with a release of SGLang that is not tested")
-    ] = False
+    allow_untested_sglang: A[bool, Arg(help="start with an untested release of SGLang")] = False
 
     @property
     def placement(self) -> str:
