@@ -4,8 +4,8 @@
 # make test-all   run the thorough tests too, and try more examples of each property
 # make serve      serve; ARGS="..." takes any flag of SGLang and ours
 # make lint       formatter, linter, type checker
-# make soak      use servers for two minutes, disturb them and their cache ranks, check every answer; ARGS="--seconds 1800"
-# make bench      host time per decode step, start-up, bytes on the wire, recall of the predictors
+# make soak       use servers for two minutes, disturb them and their cache ranks, check every answer; ARGS="--seconds 1800"
+# make bench      host time per decode step, start-up, recall of the predictors, bytes on the wire by hysteresis
 # make clean      remove what the others made
 #
 # SGLANG=0.5.16 after any of them takes that release of SGLang, in an environment of its own.

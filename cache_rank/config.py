@@ -99,7 +99,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             in proportion, where a request fills fewer slots.
         max_swap_tokens: most tokens that enter a (layer, request, kv head) in one step; by default
             k // 16, but up to SMALL_SWAP_TOKENS whatever k is.
-        kv_residency: how K and V are held. By default scores read an eighth of what they would of
+        kv_residency: how K and V are held. By default scores read a quarter of what they would of
             keys in bfloat16, and choose nearly the same tokens.
         kv_residency_options: options of that format, which checks them.
         score_keys: score by the keys as they are held, or by a sketch of them.

@@ -10,8 +10,9 @@ whose sizes follow from control messages alone. A step of R rows exchanges, for 
 
 and on the bulk channel travel n tokens, keys and values (2, layers, n, Hkv, D), and what a layer's
 queries are forecast by, (H + 2, Hq, D). Back on the bulk channel travels what a Restore asks for:
-how many tokens, (1,) int64, and their pages, (2, layers, Hkv, PAGE_TOKENS, D) each. Tokens are in
-the dtype of the KV pool, but for those of a down message, which are in the wire dtype.
+how many tokens, (1,) int64, and their pages as the format holds them, (packed_bytes,) uint8 each.
+Tokens are in the dtype of the KV pool, but for those of a down message, which are in the wire
+dtype, and those that come back.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Drop(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class Restore(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The pages of these names are wanted back, decoded; their tensors follow on the bulk channel.
+    """The pages of these names are wanted back, packed; their tensors follow on the bulk channel.
 
     Before them comes how many tokens they hold, or 0 where there are none of some names. The
     inference rank sends nothing else until it has them.

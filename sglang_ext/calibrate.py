@@ -1,11 +1,12 @@
-"""Fit the forecast of queries to a model: how an earlier layer's input tells a layer's queries.
+"""Fit forecasts of queries and sketches of keys to a model, for a cache rank or inline.
 
     python -m sglang_ext.calibrate --model-path DIR --out calibrations/NAME
     python -m sglang_ext.launch --cache-rank-gpus 1 --model-path DIR --calibration calibrations/NAME
 
-The engine prefills texts, files of installed packages unless --text names others, and the
-corrections of the model's query projections are fitted to what it computes. How well, says
-card.json. It is for the schedule of the flags given here, which must be the server's.
+The engine prefills texts, files of installed packages unless --text names others. Corrections of
+the model's query projections, and directions of sketches, are fitted to what it computes. How well
+queries are forecast, card.json says. Forecasts are for the schedule of the flags given here, which
+must be the server's.
 """
 
 from __future__ import annotations

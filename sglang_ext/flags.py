@@ -174,7 +174,7 @@ class CacheRankFlags(ServerArgs):
     ] = None
     cache_rank_mem_fraction: A[
         float | None,
-        Arg(help="Share of free memory that holds tokens; default: 0.9 on GPUs, 8 GiB on CPUs."),
+        Arg(help="Share of free memory for tokens; default: 0.9, on CPUs 0.5 and at most 8 GiB."),
     ] = None
     cache_rank_host_gb: A[
         float, Arg(help="GB of host memory that keep prompts for which its GPU has no room.")

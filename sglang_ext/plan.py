@@ -7,7 +7,7 @@
 Compares dense decode, selection in SGLang's process (inline), and a cache rank on a second GPU, and
 with the last plain SGLang, tensor parallel over the same two GPUs with an FP8 cache. Needs no GPU,
 and of the model only its config.json. Estimates are by bytes over bandwidth; docs/guide.md, under
-"Sizing", says how near they are. Our flags are those of a server.
+"Sizing", says how to read them. Our flags are those of a server.
 """
 
 from __future__ import annotations

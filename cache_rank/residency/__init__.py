@@ -1,4 +1,4 @@
-"""How the cache rank holds K and V: one file a format, one interface.
+"""How the cache rank holds K and V: one file or folder a format, one interface.
 
 A format is added by writing `cache_rank/residency/<name>.py` with a subclass of `Residency` and
 listing it in FORMATS; `--kv-residency` and the format tests pick it up from there.

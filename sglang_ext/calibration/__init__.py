@@ -1,1 +1,1 @@
-"""Corrections of forecasts: how they are fitted to a served model, kept in a file and applied."""
+"""Corrections of forecasts, and sketches: fitted to a served model, kept in a file, applied."""

@@ -1,4 +1,4 @@
-"""What cannot be had together with a cache rank: what was asked, why not, and what to do.
+"""What cannot be had together with sparse decode: what was asked, why not, and what to do.
 
 What would give wrong tokens or end in a crash is refused. `servers` and `models` object to what
 sparse decode does not allow, wherever tokens are selected, and separately to what the exchange with
@@ -29,7 +29,7 @@ PLAIN = "pass --cache-rank-gpus 0 for plain SGLang"
 
 
 class UnsupportedError(ValueError):
-    """The user asked for something that cannot be had together with a cache rank."""
+    """The user asked for something that cannot be had together with sparse decode."""
 
 
 class Objection(NamedTuple):

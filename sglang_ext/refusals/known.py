@@ -1,4 +1,4 @@
-"""Flags of SGLang's that are known to work with a cache rank; the user is told of any other."""
+"""Flags of SGLang that are known to work with sparse decode; the user is told of any other."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ KNOWN = frozenset(
     kv_canary_sweep_interval
     """.split()
 )
-"""Tests run them, or they act outside of what a cache rank touches, as those of the API do."""
+"""Tests run them, or they act outside of what sparse decode touches, as those of the API do."""
 
 
 def say_unknown(args: CacheRankFlags) -> None:
-    """Warn of SGLang's flags that the user gives and that nobody has tried with a cache rank."""
+    """Warn of SGLang's flags that the user gives and that nobody has tried with sparse decode."""
     unknown = [
         flag_of(field)
         for field, default in compat.default_values(type(args)).items()

@@ -1,4 +1,4 @@
-"""Packed vectors of rotated keys and values: what every step does with them.
+"""Packed vectors of rotated keys and values: compressed, scored and gathered.
 
 vectors         rotations and packed vectors, plain torch
 reference       where the tokens of a step are, and the operations of a step

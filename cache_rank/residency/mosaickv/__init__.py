@@ -2,14 +2,14 @@
 
 segments    which strategy each token of a sequence has, and when
 strategy    how the tokens of a segment are compressed
-memory      pages of packed vectors, rings of newest tokens, tables of strategies
+memory      pages of packed vectors, rings of newest tokens, tables of strategies, a thread
 
 How tokens are scored and decoded is specified in kernels/mosaickv/reference.py. The paper's
 GPU-side compression buffer is the pages, and its CPU-side buffer the rings of newest tokens, which
 hold the newest segments in full precision: here, too, on the device.
 
-What every step does is the same work, whatever it finds: scores and gathers run from captured
-graphs. An append is not: the host decides when segments end, and queues their compression.
+Scores and gathers are the same work in every step, and run from captured graphs. Appends are not:
+the host decides when segments end, and queues their compression.
 """
 
 from __future__ import annotations
