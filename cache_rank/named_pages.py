@@ -92,7 +92,13 @@ def _pinned(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 class NamedPages:
-    """All pages that have a name, in the order of their last use."""
+    """All pages that have a name, in the order of their last use.
+
+    `take` finds room whenever the inference rank keeps its accounts, which are in tokens and count
+    what sequences will have at their end as held (`Lifecycle`): what sequences have fits on the
+    device, and what has a name and no sequence besides fits on the device and the host together.
+    The pages that each sequence may leave almost empty are not in these accounts.
+    """
 
     def __init__(self, pages: PageAllocator, host: HostTier) -> None:
         self._pages = pages

@@ -60,7 +60,7 @@ compiling. The inference rank's death ends this process at once anyway."""
 
 
 class OutOfPlaceError(ValueError):
-    """A message that no inference rank sends, or not here: it is refused, and changes nothing."""
+    """A message that no inference rank sends, or not here; what is wrong in it changes nothing."""
 
 
 class CacheRank:
@@ -197,10 +197,11 @@ class CacheRank:
     def adopt(self, message: Adopt) -> None:
         """Let a sequence begin with pages that are there."""
         selector, sequence_id = self.selector, message.sequence_id
-        sequence = self._live(sequence_id, "Adopt", begins=True)
-        unknown = [name for name in message.names if name not in selector.named]
+        known = {name for name in message.names if name in selector.named}
         what = f"Adopt for sequence {sequence_id}"
-        _require(not unknown, f"{what} of pages {unknown}, which there are not")
+        are_there = len(known) == len(message.names)
+        _require(are_there, f"{what} of pages {message.names}, not all of which there are")
+        sequence = self._live(sequence_id, "Adopt", begins=True)
         _require(not sequence.pages, f"{what}, which holds {sequence.tokens} tokens")
         with self._link.in_background():  # behind the shipments that the pages came with
             if self._device.type == "cuda":

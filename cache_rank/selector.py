@@ -303,21 +303,18 @@ class Selector:
         capacity = width * PAGE_TOKENS if on_gpu else max(host.newest) + 1
         numbers, table, headers = upload(on_host, self._device, self._step_memory)
         device = RowNumbers(*numbers)
-        current, after, earlier = (
-            BatchMetadata(
-                PagedRows(table, device.slot, positions),
-                device.queries,
-                budgets,
-                header_of_rows,
-                capacity,
-                list(zip(host.slot, places, strict=True)),
-            )
-            for positions, places, budgets, header_of_rows in (
-                (device.position, host.position, device.budget, headers[0]),
-                (device.newest, host.newest, device.budget, headers[0]),
-                (device.newest_before, host.newest_before, device.budget_before, headers[1]),
-            )
-        )
+
+        def rows_at(
+            positions: Tensor, places: Sequence[int], budgets: Tensor, header: Tensor
+        ) -> BatchMetadata:
+            on_host = list(zip(host.slot, places, strict=True))
+            paged = PagedRows(table, device.slot, positions)
+            return BatchMetadata(paged, device.queries, budgets, header, capacity, on_host)
+
+        current = rows_at(device.position, host.position, device.budget, headers[0])
+        after = rows_at(device.newest, host.newest, device.budget, headers[0])
+        before = device.newest_before, host.newest_before, device.budget_before
+        earlier = rows_at(*before, headers[1])
         self._graphs.allow_more()
         scores = self._residency.scores
         moves = scores.moves

@@ -157,6 +157,8 @@ class InferenceRank:
                 basis = self._selection_weights.basis(layer, self.device)
                 exchange.send_of_layer(KeyBasis(layer), basis)
         self._project(exchange)
+        if self.restoring is not None:
+            exchange.prepare_restore()
         return exchange
 
     def _project(self, exchange: Exchange) -> None:

@@ -1,4 +1,14 @@
-"""The hooks of SGLang's prefix cache: what it finds of a prompt, and what is put into it."""
+"""The hooks of SGLang's prefix cache: what it finds of a prompt, and what is put into it.
+
+A prompt comes back from the cache rank in this order:
+
+    find_prefix      the scheduler asks what there is of a request; `host_hit_length` are tokens
+                     that can come back
+    admit_request    it decides whether the request begins now, and asks for them if so:
+    load_back        they come into rows of the pool, `cache_rank_restored`, or none do
+    restored_rows    in 0.5.23 it asks for the rows of the prefix
+    settle           in `admit_request`: the rows are the request's own, or given back
+"""
 
 from __future__ import annotations
 
@@ -30,7 +40,7 @@ def admit_request(
     if rank is None or rank.restoring is None or not request.host_hit_length:
         return original(adder, request, *args, **kwargs)
     if adder.rem_chunk_tokens is not None and adder.rem_chunk_tokens <= 0:
-        request.host_hit_length = 0  # it will not begin, which is found out late
+        request.host_hit_length = 0  # SGLang loads before it sees that the request cannot begin
     params = request.sampling_params
     ignores_eos, params.ignore_eos = params.ignore_eos, False  # else nothing is loaded back
     try:

@@ -25,9 +25,6 @@ from sglang_ext.first_layer import FirstLayer
 from sglang_ext.lifecycle import Lifecycle, asks_to_stay_dense
 from sglang_ext.recovery import CacheRankClient
 
-_PADDING_ROW = 0
-"""SGLang writes what nobody reads there."""
-
 
 class Restoring:
     """Restores the prompts of one inference rank.
@@ -93,11 +90,7 @@ class Restoring:
 
     def _take_back(self, names: list[int], rows: Tensor) -> bool:
         """Wait for pages of these names, which end with these rows; whether they came."""
-        unwanted = PAGE_TOKENS * len(names) - len(rows)
-        of_pages = torch.cat((rows.new_full((unwanted,), _PADDING_ROW), rows))
-        self._cache_rank.call(
-            lambda exchange: exchange.restore(names, of_pages, self.forward_stream)
-        )
+        self._cache_rank.call(lambda exchange: exchange.restore(names, rows, self.forward_stream))
         return self._cache_rank.exchange is not None
 
     def settle(self, request: Any, is_admitted: bool) -> None:

@@ -112,6 +112,8 @@ class SharedPrompts:
 
     def drop(self, tokens: int, keys: Sequence[bytes] = ()) -> None:
         """Drop so many tokens of pages that no request has, but for those of `keys`."""
+        if tokens <= 0:
+            return
         spared = {*keys}
         for key, page in list(self._pages.items()):
             if tokens <= 0:

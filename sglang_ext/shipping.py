@@ -56,6 +56,8 @@ class Shipping:
         """
         assert self._lifecycle.prompts is not None
         self.drop_unused()
+        if sequence.ended:  # the cache rank was lost just now
+            return False
         prefix = sequence.prefix
         if self._lifecycle.prompts.must_wait(prefix):
             if not prefix.announced:

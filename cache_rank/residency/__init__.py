@@ -61,6 +61,11 @@ def require_format(config: CacheRankConfig) -> None:
             f"score_normalizer {config.score_normalizer}: only sketches are scored so; drop it, or "
             "use score_keys sketch"
         )
+    if name == "mosaickv" and config.model.head_dim % 4:
+        raise ValueError(
+            f"kv_residency mosaickv: heads have {config.model.head_dim} elements, and it keeps "
+            "groups of up to 4; use another format"
+        )
     if FORMATS[name].lossless:
         return
     if config.checksum:

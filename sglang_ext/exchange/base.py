@@ -38,6 +38,9 @@ from sglang_ext.lifecycle import SparseSequence
 _LEAST_WAIT_SECONDS = 1e-3
 """What has come by a deadline is taken."""
 
+_PADDING_ROW = 0
+"""The row of SGLang's pool that it writes to what nobody reads."""
+
 LATE_SECONDS = 1e-3
 """A step that waited longer than this for answers counts as late."""
 
@@ -180,24 +183,26 @@ class Exchange(ABC):
         """Bring pages of these names back into pool rows; the host waits for them.
 
         Args:
-            pool_rows: (n,) int64, of their tokens.
+            pool_rows: (n,) int64, of the last tokens of these pages; those before are not wanted.
             forward: on a GPU the stream of forward passes, which may still read these rows.
         """
         self.connection.control.send(Restore(names))
         deadline = time.monotonic() + self.connection.timeout
         count = pool_rows.new_zeros(1)
         self._receive_back(count, deadline)
-        if int(count) != len(pool_rows):
-            raise CacheRankDownError(f"restores {int(count)} tokens of {len(pool_rows)}")
+        tokens = PAGE_TOKENS * len(names)
+        if int(count) != tokens:
+            raise CacheRankDownError(f"restores {int(count)} tokens of {tokens}")
+        unwanted = pool_rows.new_full((tokens - len(pool_rows),), _PADDING_ROW)
         pages = self._pages
         packed = torch.empty(pages.packed_bytes, dtype=torch.uint8, device=self._slots.device)
-        for rows in pool_rows.split(PAGE_TOKENS):
+        for rows in torch.cat((unwanted, pool_rows)).split(PAGE_TOKENS):
             self._receive_back(packed, deadline)
             pages.unpack_page(packed, 0)
             tensors = self._slots.keys, self._slots.values
             for part, buffers in zip(pages.read_page(0), tensors, strict=True):
-                for tokens, buffer in zip(part, buffers.tensors, strict=True):
-                    buffer.index_copy_(0, rows, tokens.transpose(0, 1))
+                for of_layer, buffer in zip(part, buffers.tensors, strict=True):
+                    buffer.index_copy_(0, rows, of_layer.transpose(0, 1))
         self.counters.tokens_restored += len(pool_rows)
 
     def prepare_restore(self) -> None:

@@ -25,6 +25,9 @@ from cache_rank.process import LINK_SECONDS, Launch
 from cache_rank.protocol import Open, Opened, Ready, Report, ToInferenceRank
 from sglang_ext.exchange.spawned_process import DYING_SECONDS, SpawnedProcess
 
+PINNED_BYTES_A_SECOND = 1e9
+"""A cache rank may take so long to pin memory of the host before it opens."""
+
 START_SECONDS = 120.0
 """A process must be ready within this time; importing torch on a busy machine takes most of it."""
 
@@ -147,19 +150,20 @@ class Connection:
             ends = (rendezvous, INFERENCE, device, settings.address, self._secret)
             self.link = Link(config, *ends, LINK_SECONDS)
             self._is_linked = True
-            opened: Opened = self._expect(Opened)
+            opened: Opened = self._expect(Opened, settings.host_bytes / PINNED_BYTES_A_SECOND)
             self.capacity_tokens, self.host_tokens = opened.capacity_tokens, opened.host_tokens
         finally:
             shutil.rmtree(folder)
 
-    def _expect(self, kind: type[Any]) -> Any:
-        deadline = time.monotonic() + START_SECONDS
+    def _expect(self, kind: type[Any], pinning_seconds: float = 0.0) -> Any:
+        seconds = START_SECONDS + pinning_seconds
+        deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             message = self._reports.receive(POLL_SECONDS)
             if isinstance(message, kind):
                 return message
             self._check_alive()
-        raise CacheRankDownError(f"not {kind.__name__.lower()} within {START_SECONDS:.0f} s")
+        raise CacheRankDownError(f"not {kind.__name__.lower()} within {seconds:.0f} s")
 
     def watch(self, on_report: Callable[[Report], None]) -> None:
         """Pass reports on until the process dies or stops.

@@ -96,6 +96,10 @@ GPU_VARIABLES = {
 """Variables of SGLang that sparse decode on a GPU does not allow, and why."""
 
 
+TREE_VARIABLES = ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
+"""Variables of SGLang 0.5.16 that choose a radix cache of which we do not know what it is given."""
+
+
 def sparse_decode(args: CacheRankFlags) -> Iterator[Objection]:
     """Object to what sparse decode does not allow, wherever tokens are selected."""
     if compat.serves_without_python():
@@ -105,6 +109,10 @@ def sparse_decode(args: CacheRankFlags) -> Iterator[Objection]:
     for name, why in GPU_VARIABLES.items():
         variable = getattr(envs, name, None)  # some came later
         if args.on_gpu and variable is not None and variable.get():
+            raise UnsupportedError(f"{name}: {why}. Unset it.")
+    for name in TREE_VARIABLES:
+        if (variable := getattr(envs, name, None)) is not None and variable.get():
+            why = "tokens that sparse steps compute would be reused as dense ones"
             raise UnsupportedError(f"{name}: {why}. Unset it.")
     yield from of_flags(args, SPARSE_DECODE_FLAGS)
     if args.device not in (None, "cpu", "cuda") or (args.device == "cuda" and not cpu.has_gpu()):

@@ -169,6 +169,8 @@ def test_pages_that_there_are_not_are_refused(rank: InferenceRank) -> None:
         Share(long.sequence_id, [2, 3]),  # has one more
         Share(ended.sequence_id, [2]),
         Adopt(ended.sequence_id, [1]),
+        Adopt(long.sequence_id + 1, [1, 1]),
+        Adopt(long.sequence_id + 1, [2]),
         Adopt(request.sequence_id, [1]),  # holds tokens
         Adopt(long.sequence_id, [2]),
         Drop([2]),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from held_sequences import Held, append_together, assert_hold_the_same, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
-from small_models import small_config
+from small_models import GQA, small_config
 
 from cache_rank import residency
 from cache_rank.kernels.wire.reference import to_wire, wire_width
@@ -161,3 +162,9 @@ def test_pages_and_slots_serve_one_sequence_after_another(name: str) -> None:
 def test_an_unknown_format_is_refused_and_the_known_ones_named() -> None:
     with pytest.raises(ValueError, match="kv_residency zip: unknown; use one of bf16"):
         residency.require_format(small_config(kv_residency="zip"))
+
+
+def test_heads_that_are_no_whole_groups_are_refused() -> None:
+    model = msgspec.structs.replace(GQA, head_dim=30)
+    with pytest.raises(ValueError, match="kv_residency mosaickv: heads have 30 elements"):
+        residency.require_format(small_config(model, kv_residency="mosaickv"))

@@ -213,6 +213,17 @@ def test_variables_that_change_pools_and_graphs_are_refused(
         refuse(make(), servers.sparse_decode(make()))
 
 
+@pytest.mark.parametrize("name", servers.TREE_VARIABLES)
+def test_other_radix_caches_are_refused(
+    name: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not hasattr(envs, name):
+        pytest.skip("this release of SGLang does not have it")
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(UnsupportedError, match=f"^{name}: "):
+        refuse(make(), servers.sparse_decode(make()))
+
+
 def test_full_queues_are_allowed_where_steps_only_draft(make: Make) -> None:
     args = make(max_queued_requests=8, speculative_algorithm="CACHE_RANK")
     refuse(args, servers.exchange(args))

@@ -214,8 +214,11 @@ def test_a_step_that_has_its_answers_is_not_stale() -> None:
 
 
 @pytest.mark.parametrize("counted", [PAGE_TOKENS, 0, None])
-def test_a_page_comes_back_into_its_rows_or_the_cache_rank_is_lost(counted: int | None) -> None:
-    """It says how many tokens come; None never comes."""
+@pytest.mark.parametrize("wanted", [PAGE_TOKENS, 100])
+def test_a_page_comes_back_into_its_rows_or_the_cache_rank_is_lost(
+    counted: int | None, wanted: int
+) -> None:
+    """It says how many tokens come; None never comes. The last ones of the page are wanted."""
     side = InferenceSide()
     model = CONFIG.model
     page = torch.randn(2, model.layers, model.kv_heads, PAGE_TOKENS, model.head_dim)
@@ -232,15 +235,15 @@ def test_a_page_comes_back_into_its_rows_or_the_cache_rank_is_lost(counted: int 
 
     side.connection.link.bulk.receive = receive
     before = [buffer.clone() for buffer in (*side.keys, *side.values)]
-    rows = torch.randperm(PAGE_TOKENS) + 9
+    rows = torch.randperm(PAGE_TOKENS)[:wanted] + 9
     if not counted:
         with pytest.raises((CacheRankDownError, TransportError)):
             side.exchange.restore([7], rows)
     else:
         side.exchange.restore([7], rows)
         for index, buffer in enumerate(before):
-            buffer[rows] = page.flatten(0, 1)[index].transpose(0, 1)
+            buffer[rows] = page.flatten(0, 1)[index].transpose(0, 1)[-wanted:]
     assert side.connection.sent == [Restore([7])]
-    assert side.exchange.counters.tokens_restored == (counted or 0)
+    assert side.exchange.counters.tokens_restored == (wanted if counted else 0)
     for held, expected in zip((*side.keys, *side.values), before, strict=True):
-        assert torch.equal(held, expected)
+        assert torch.equal(held[1:], expected[1:])  # row 0 is padding
