@@ -94,10 +94,9 @@ def _pinned(shape: tuple[int, ...], like: Tensor) -> Tensor:
 class NamedPages:
     """All pages that have a name, in the order of their last use.
 
-    `take` finds room whenever the inference rank keeps its accounts, which are in tokens and count
-    what sequences will have at their end as held (`Lifecycle`): what sequences have fits on the
-    device, and what has a name and no sequence besides fits on the device and the host together.
-    The pages that each sequence may leave almost empty are not in these accounts.
+    `take` finds room as long as the inference rank keeps its accounts (`Lifecycle`). What sequences
+    will have at their end fits on the device. Together with the pages that no sequence has, it fits
+    on the device and the host. Each sequence may leave one page almost empty beyond that.
     """
 
     def __init__(self, pages: PageAllocator, host: HostTier) -> None:

@@ -66,7 +66,7 @@ class OutOfPlaceError(ValueError):
 class CacheRank:
     """Serves one inference rank, from Open to the end of the process.
 
-    What it does for a message raises OutOfPlaceError.
+    Methods for messages raise OutOfPlaceError.
     """
 
     def __init__(self, message: Open, link: Link, device: torch.device) -> None:

@@ -129,9 +129,7 @@ class InferenceRank:
         if self.lifecycle.prompts is None:
             return
         is_exact = FORMATS[self.config.kv_residency].lossless
-        may_be_inexact = self.eviction is not None or (
-            self.args.reuse_sparse_tokens == "on" and self.drafts is None
-        )
+        may_be_inexact = self.eviction is not None or self.args.reuse_sparse_tokens == "on"
         if not (is_exact or may_be_inexact):
             return
         if self.args.dense_layers > 1:

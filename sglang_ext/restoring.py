@@ -62,8 +62,11 @@ class Restoring:
             most: how many of its first tokens may be had.
         """
         request.cache_rank_restored = None
-        gained = PAGE_TOKENS * len(self._names(request, most)) - cached
-        return gained if gained >= PAGE_TOKENS else 0  # less is computed sooner
+        if most - cached < PAGE_TOKENS:  # less is computed sooner
+            return 0
+        first = cached // PAGE_TOKENS
+        gained = PAGE_TOKENS * (first + len(self._names(request, first, most))) - cached
+        return gained if gained >= PAGE_TOKENS else 0
 
     def restore(self, tree: Any, request: Any, tokens: int) -> Tensor | None:
         """Restore as many tokens as were matched, behind those that the radix cache has.
@@ -72,12 +75,13 @@ class Restoring:
             Their pool rows, (tokens,) int64; None if there is no room, or no cache rank any more.
         """
         cached = compat.prefix_tokens(request)
-        names = self._names(request, cached + tokens)
+        first = cached // PAGE_TOKENS
+        names = self._names(request, first, cached + tokens)
         rows: Tensor | None = None
-        if PAGE_TOKENS * len(names) == cached + tokens:
+        if PAGE_TOKENS * (first + len(names)) == cached + tokens:
             evict_from_tree_cache(tree, tokens)
             rows = self._allocator.alloc(tokens)
-        if rows is not None and not self._take_back(names[cached // PAGE_TOKENS :], rows):
+        if rows is not None and not self._take_back(names, rows):
             self._allocator.free(rows)
             rows = None
         if rows is None:
@@ -104,11 +108,12 @@ class Restoring:
             self._allocator.free(request.cache_rank_restored)
             request.cache_rank_restored = None
 
-    def _names(self, request: Any, most: int) -> list[int]:
+    def _names(self, request: Any, first: int, most: int) -> list[int]:
+        """The names of a request's pages, from the first wanted one on, within `most` tokens."""
         prompts = self._lifecycle.prompts
         by_other_weights = request.cache_rank_weights != self._lifecycle.weight_updates
         if prompts is None or self._cache_rank.exchange is None or by_other_weights:
             return []
         if asks_to_stay_dense(request) and not self._is_exact:
             return []
-        return prompts.names_of(request, most // PAGE_TOKENS)
+        return prompts.names_of(request, most // PAGE_TOKENS, first)

@@ -84,10 +84,10 @@ class SharedPrompts:
         tokens = len(request.origin_input_ids) + len(request.output_ids)
         return _keys_of(request, max(0, min(length, tokens) - self._tail) // PAGE_TOKENS)
 
-    def names_of(self, request: Any, most: int) -> list[int]:
-        """Return the names of a request's first pages that are there, `most` at most."""
+    def names_of(self, request: Any, stop: int, first: int = 0) -> list[int]:
+        """Return the names of a request's pages that are there, from `first` on, before `stop`."""
         names = []
-        for key in _keys_of(request, most) if self._pages else ():
+        for key in _keys_of(request, stop)[first:] if self._pages else ():
             if (page := self._pages.get(key)) is None:
                 break
             names.append(page.name)

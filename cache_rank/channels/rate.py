@@ -21,9 +21,17 @@ class RateLimit:
         """The limit that the environment sets, if any.
 
         Raises:
-            ValueError: it is no number.
+            ValueError: it is no positive number.
         """
-        return cls(float(os.environ.get(LINK_GBPS_VARIABLE, "0")))
+        if (text := os.environ.get(LINK_GBPS_VARIABLE)) is None:
+            return cls(None)
+        try:
+            gbps = float(text)
+        except ValueError:
+            gbps = 0.0
+        if not gbps > 0:
+            raise ValueError(f"{LINK_GBPS_VARIABLE}={text}: no positive number of Gbit/s")
+        return cls(gbps)
 
     def wait(self, sent_bytes: int) -> None:
         """Wait until so many bytes more are carried."""

@@ -269,6 +269,7 @@ def test_a_prompt_finds_the_names_of_its_first_pages(tail: int) -> None:
     again = rank.request(TEXT[: pages(3)])
     assert names(again, 1) == [1]
     assert names(again, 3) == [1, 2, 3]
+    assert names(again, 3, first=1) == [2, 3]
     again.extra_key = "other"
     assert names(again, 3) == []
     other = TEXT[: pages(1)] + TEXT[: pages(1)]

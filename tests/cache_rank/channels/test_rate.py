@@ -29,6 +29,13 @@ def test_bytes_take_their_time(slept: list[float], monkeypatch: pytest.MonkeyPat
     assert slept[-1] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("text", ["fast", "0", "-1", "nan"])
+def test_no_positive_number_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LINK_GBPS_VARIABLE, text)
+    with pytest.raises(ValueError, match=f"^{LINK_GBPS_VARIABLE}={text}: no positive number"):
+        RateLimit.of_environment()
+
+
 def test_without_a_limit_nothing_waits(slept: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LINK_GBPS_VARIABLE, raising=False)
     RateLimit.of_environment().wait(10**12)
