@@ -12,6 +12,7 @@ from small_models import small_config
 from torch import Tensor
 
 from cache_rank import rank
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import ModelShape
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import Load, Open, Row, Step
@@ -58,8 +59,8 @@ class Driven:
         positions = torch.arange(first, sequence.tokens, device="cuda")
         positions = positions.expand(MODEL.layers, MODEL.kv_heads, -1)
         pages, newest = torch.tensor(sequence.pages, dtype=torch.int32), sequence.tokens - 1
-        read = selector._read(pages, sequence.slot, newest, range(MODEL.layers), positions)
-        return torch.stack(read).cpu()
+        rows = BatchMetadata.of_one(pages, sequence.slot, newest, torch.device("cuda"))
+        return torch.stack(selector._residency.read(rows, range(MODEL.layers), positions)).cpu()
 
 
 @pytest.mark.gpu
