@@ -8,6 +8,7 @@ of any format and are scored in their place.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -197,19 +198,24 @@ class Residency(ABC):
         for plane, piece in zip(planes, pieces, strict=True):
             plane[page].view(-1).view(torch.uint8).copy_(piece)
 
-    def read_page(self, page: int) -> Tensor:
-        """Decode a page whose tokens are complete, (2, layers, Hkv, PAGE_TOKENS, D).
+    def read_first_page(self) -> tuple[Tensor, Tensor]:
+        """Decode the first of all pages, whose tokens are complete.
 
-        It is in the pool's dtype.
+        Keys and values, (layers, Hkv, PAGE_TOKENS, D) each, are in the pool's dtype.
         """
-        model = self._model
+        return self.read(self._first_page, range(self._model.layers), self._tokens_of_a_page)
+
+    @functools.cached_property
+    def _first_page(self) -> BatchMetadata:
         # Of a sequence with so many tokens more, no token of the page is in a ring.
         newest = PAGE_TOKENS + (self.tail_tokens() or 0) - 1
-        tokens = torch.arange(PAGE_TOKENS, device=self._device)
-        tokens = tokens.expand(model.layers, model.kv_heads, -1)
-        pages = torch.tensor([page], dtype=torch.int32)
-        rows = BatchMetadata.of_one(pages, 0, newest, self._device)
-        return torch.stack(self.read(rows, range(model.layers), tokens))
+        pages = torch.zeros(1, dtype=torch.int32)
+        return BatchMetadata.of_one(pages, 0, newest, self._device)
+
+    @functools.cached_property
+    def _tokens_of_a_page(self) -> Tensor:
+        tokens = torch.arange(PAGE_TOKENS, dtype=torch.int32, device=self._device)
+        return tokens.expand(self._model.layers, self._model.kv_heads, -1).contiguous()
 
     def end(self, slot: int) -> None:
         """Forget a sequence that has ended; its slot may begin another.

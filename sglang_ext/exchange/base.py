@@ -17,7 +17,7 @@ from torch import Tensor
 from cache_rank import residency
 from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
-from cache_rank.kernels.scatter import collect_tokens
+from cache_rank.kernels.scatter import collect_tokens, put_tokens
 from cache_rank.measure.timeline import Span
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
@@ -37,6 +37,9 @@ from sglang_ext.lifecycle import SparseSequence
 
 _LEAST_WAIT_SECONDS = 1e-3
 """What has come by a deadline is taken."""
+
+_PAGES_UNDER_WAY = 16
+"""As many pages come back before the host waits for them."""
 
 _PADDING_ROW = 0
 """The row of SGLang's pool that it writes to what nobody reads."""
@@ -190,24 +193,27 @@ class Exchange(ABC):
         deadline = time.monotonic() + self.connection.timeout
         count = pool_rows.new_zeros(1)
         self._receive_back(count, deadline)
+        self._wait_for_pages(deadline)
         tokens = PAGE_TOKENS * len(names)
         if int(count) != tokens:
             raise CacheRankDownError(f"restores {int(count)} tokens of {tokens}")
         unwanted = pool_rows.new_full((tokens - len(pool_rows),), _PADDING_ROW)
         pages = self._pages
         packed = torch.empty(pages.packed_bytes, dtype=torch.uint8, device=self._slots.device)
-        for rows in torch.cat((unwanted, pool_rows)).split(PAGE_TOKENS):
+        for index, rows in enumerate(torch.cat((unwanted, pool_rows)).split(PAGE_TOKENS)):
+            if index % _PAGES_UNDER_WAY == 0:
+                self._wait_for_pages(deadline)
             self._receive_back(packed, deadline)
             pages.unpack_page(packed, 0)
-            tensors = self._slots.keys, self._slots.values
-            for part, buffers in zip(pages.read_page(0), tensors, strict=True):
-                for of_layer, buffer in zip(part, buffers.tensors, strict=True):
-                    buffer.index_copy_(0, rows, of_layer.transpose(0, 1))
+            put_tokens(self._slots.keys, self._slots.values, rows, *pages.read_first_page())
+        self._wait_for_pages(deadline)
         self.counters.tokens_restored += len(pool_rows)
 
     def prepare_restore(self) -> None:
         """Take memory for pages that come back, and on a GPU load the kernels that decode them."""
-        self._pages.read_page(0)
+        slots, pages = self._slots, self._pages
+        nowhere = torch.full((PAGE_TOKENS,), _PADDING_ROW, device=slots.device)
+        put_tokens(slots.keys, slots.values, nowhere, *pages.read_first_page())
 
     @functools.cached_property
     def _pages(self) -> Residency:
@@ -216,9 +222,13 @@ class Exchange(ABC):
         return residency.create(config, 1, self._slots.device)
 
     def _receive_back(self, tensor: Tensor, deadline: float) -> None:
-        """Receive what the cache rank sends on the bulk channel; the host waits for it."""
+        """Receive what the cache rank sends on the bulk channel, on a GPU in the background."""
         left = max(_LEAST_WAIT_SECONDS, deadline - time.monotonic())
         self.connection.link.bulk.receive(tensor).wait(left)
+
+    def _wait_for_pages(self, deadline: float) -> None:
+        """Let the host wait for what was received in the background, and for what uses it."""
+        return
 
     def close(self) -> None:
         """Drop the channels of a connection that is down."""

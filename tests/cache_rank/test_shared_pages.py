@@ -55,7 +55,7 @@ def read(served: Served, name: int) -> Tensor:
     packed = served.selector.pack_named(name)
     assert packed.shape == (pages.packed_bytes,)
     pages.unpack_page(packed, 0)
-    return pages.read_page(0)
+    return torch.stack(pages.read_first_page())
 
 
 def step(served: Served, sequence: ResidentSequence, computed: Computed) -> list[Tensor]:

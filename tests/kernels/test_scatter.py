@@ -203,7 +203,7 @@ def random_pool(
     ],
     ids=str,
 )
-def test_collects_and_copies_whole_tokens_of_all_layers(
+def test_moves_whole_tokens_of_all_layers(
     device: torch.device, implementation: Any, dtype: torch.dtype, moves: dict[int, int]
 ) -> None:
     keys, values = random_pool(device, dtype)
@@ -218,9 +218,17 @@ def test_collects_and_copies_whole_tokens_of_all_layers(
         assert same_bits(collected, old[source])
         for row in range(10):
             assert same_bits(buffer[row], old[moves.get(row, row)])
+    put = layer_buffers([torch.zeros_like(tensor) for tensor in after])
+    by_head = out[:, :, : len(moves)].transpose(2, 3).contiguous()
+    implementation.put_tokens(
+        *map(layer_buffers, (put.tensors[:2], put.tensors[2:])), target, *by_head
+    )
+    for buffer, copied in zip(put.tensors, after, strict=True):
+        assert same_bits(buffer[target], copied[target])
+        assert buffer.count_nonzero() == buffer[target].count_nonzero()
 
 
-def test_collecting_and_copying_by_several_programs(
+def test_moving_by_several_programs(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(triton, "_BLOCK_ELEMENTS", 64)
@@ -232,6 +240,10 @@ def test_collecting_and_copying_by_several_programs(
     assert torch.equal(collected, expected)
     target = torch.tensor([1, 19, 8, 10, 2], device=device)
     triton.copy_tokens(keys, values, rows, target)
+    reference.collect_tokens(keys, values, target, collected)
+    assert torch.equal(collected, expected)
+    target = torch.tensor([7, 0, 15, 5, 6], device=device)
+    triton.put_tokens(keys, values, target, *expected.transpose(2, 3).contiguous())
     reference.collect_tokens(keys, values, target, collected)
     assert torch.equal(collected, expected)
 
@@ -255,6 +267,10 @@ def test_triton_at_full_size(dtype: torch.dtype) -> None:
     pools = copy_of(shipment.key_rows), copy_of(shipment.value_rows)
     triton.copy_tokens(*pools, rows[:2048], rows[2048:])
     reference.copy_tokens(*shipment[:2], rows[:2048], rows[2048:])
+    assert_same_writes(pools, shipment[:2])
+    by_head = expected.transpose(2, 3).contiguous()
+    triton.put_tokens(*pools, rows, *by_head)
+    reference.put_tokens(*shipment[:2], rows, *by_head)
     assert_same_writes(pools, shipment[:2])
 
 

@@ -1,4 +1,4 @@
-"""Shipped tokens go to their slots, and tokens are copied, plain torch: the specification.
+"""Shipped tokens go to their slots, and whole tokens are moved, plain torch: the specification.
 
 A slot is a row of SGLang's KV pool. The pool has a buffer of its own for each layer.
 """
@@ -103,6 +103,21 @@ def collect_tokens(
     for part, buffers in zip(out, (key_rows, value_rows), strict=True):
         for layer, buffer in enumerate(buffers.tensors):
             part[layer] = torch.index_select(buffer, 0, rows)
+
+
+def put_tokens(
+    key_rows: LayerBuffers, value_rows: LayerBuffers, rows: Tensor, keys: Tensor, values: Tensor
+) -> None:
+    """Write whole tokens (all heads) of all layers.
+
+    Args:
+        key_rows, value_rows: (pool rows, Hkv, D) for each layer, written in place.
+        rows: (n,) int64 pool rows. What is in one that is named twice is arbitrary.
+        keys, values: (layers, Hkv, n, D), contiguous.
+    """
+    for tokens, buffers in ((keys, key_rows), (values, value_rows)):
+        for layer, buffer in zip(tokens, buffers.tensors, strict=True):
+            buffer.index_copy_(0, rows, layer.transpose(0, 1))
 
 
 def copy_tokens(

@@ -1,4 +1,4 @@
-"""Shipped tokens go to their slots, and tokens are copied, Triton: one launch for all layers."""
+"""Shipped tokens go to their slots, and whole tokens are moved: one launch for all layers."""
 
 from __future__ import annotations
 
@@ -86,6 +86,32 @@ def collect_tokens(
         HEAD_DIM=head_dim,
         BLOCK_HEADS=block_heads,
         DTYPE=_DTYPES[out.dtype],
+    )
+
+
+def put_tokens(
+    key_rows: LayerBuffers, value_rows: LayerBuffers, rows: Tensor, keys: Tensor, values: Tensor
+) -> None:
+    """See the reference. D is a power of two."""
+    _, kv_heads, head_dim = key_rows.tensors[0].shape
+    count, layers = rows.shape[0], len(key_rows.tensors)
+    assert rows.is_contiguous()
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    assert keys.shape == values.shape == (layers, kv_heads, count, head_dim)
+    assert keys.dtype == values.dtype == key_rows.tensors[0].dtype
+    block_heads = _block_rows(count * kv_heads, head_dim)
+    _put[(triton.cdiv(count * kv_heads, block_heads), layers, 2)](
+        key_rows.pointers,
+        value_rows.pointers,
+        rows,
+        keys,
+        values,
+        count,
+        KV_HEADS=kv_heads,
+        HEAD_DIM=head_dim,
+        BLOCK_HEADS=block_heads,
+        DTYPE=_DTYPES[keys.dtype],
     )
 
 
@@ -219,6 +245,36 @@ def _collect(
     content = tl.load(buffer + source, mask=used[:, None])
     first = (part * LAYERS + layer).to(tl.int64) * count * KV_HEADS
     tl.store(out + (first + index)[:, None] * HEAD_DIM + dims, content, mask=used[:, None])
+
+
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["key_pointers", "value_pointers", "rows"],
+)
+def _put(
+    key_pointers,
+    value_pointers,
+    rows,
+    keys,
+    values,
+    count,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """One program writes BLOCK_HEADS heads of tokens, keys or values, in one layer."""
+    layer, part = tl.program_id(1), tl.program_id(2)
+    buffer = _layer_buffer(key_pointers if part == 0 else value_pointers, layer, DTYPE)
+    tokens = keys if part == 0 else values
+    index = tl.program_id(0) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)  # counts heads of tokens
+    used = index < count * KV_HEADS
+    head, token = index % KV_HEADS, index // KV_HEADS
+    row = tl.load(rows + token, mask=used, other=0)
+    dims = tl.arange(0, HEAD_DIM)[None, :]
+    source = ((layer * KV_HEADS + head).to(tl.int64) * count + token)[:, None] * HEAD_DIM + dims
+    target = (row * KV_HEADS + head)[:, None] * HEAD_DIM + dims
+    tl.store(buffer + target, tl.load(tokens + source, mask=used[:, None]), mask=used[:, None])
 
 
 @triton.jit(

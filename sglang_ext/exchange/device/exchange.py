@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cache_rank.channels.transport import Pending, StreamPending
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.scatter import collect_tokens, copy_tokens
 from cache_rank.measure.timeline import Span, host_offset
@@ -229,20 +228,15 @@ class DeviceExchange(Exchange):
             stream.synchronize()
         with self.connection.link.in_background():
             super().restore(names, pool_rows)
-            deadline = time.monotonic() + self.connection.timeout
-            written = StreamPending(pool_rows, torch.cuda.current_stream())
-            self._wait_on_host(written, deadline)
 
     def prepare_restore(self) -> None:
         with self.connection.link.in_background():
             super().prepare_restore()
 
-    def _receive_back(self, tensor: Tensor, deadline: float) -> None:
-        self._wait_on_host(self.connection.link.bulk.receive(tensor), deadline)
-
-    def _wait_on_host(self, pending: Pending, deadline: float) -> None:
-        """Wait for a transfer, which the end of a connection ends, too, with arbitrary contents."""
-        while not pending.is_done() and self._gate.is_open:
+    def _wait_for_pages(self, deadline: float) -> None:
+        # The end of a connection ends transfers, too, with arbitrary contents.
+        received = torch.cuda.current_stream().record_event()
+        while not received.query() and self._gate.is_open:
             if time.monotonic() > deadline:
                 raise CacheRankDownError(f"no pages came back in {self.connection.timeout:g} s")
             time.sleep(_POLL_SECONDS)
