@@ -1,4 +1,4 @@
-"""The hooks of SGLang's prefix cache: what it finds of a prompt, and what is put into it.
+"""The hooks of SGLang's prefix cache, and of what begins a request with what there is of it.
 
 A prompt comes back from the cache rank in this order:
 
@@ -8,6 +8,9 @@ A prompt comes back from the cache rank in this order:
     load_back        they come into rows of the pool, `cache_rank_restored`, or none do
     restored_rows    in 0.5.23 it asks for the rows of the prefix
     settle           in `admit_request`: the rows are the request's own, or given back
+
+A request begins if there is room in the pool for it and for what others are still to write there.
+With `--inference-kv working-set` a sparse request frees as many rows as it takes.
 """
 
 from __future__ import annotations
@@ -19,7 +22,9 @@ import torch
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_ext import compat, inference_rank, reuse
+from sglang_ext.eviction import EVICTION_STRIDE
 from sglang_ext.hook import Hook, sparse_args
+from sglang_ext.lifecycle import Phase
 
 
 def find_prefix(result: Any, tree: Any, params: Any, *_: Any, **__: Any) -> Any:
@@ -37,18 +42,31 @@ def admit_request(
 ) -> Any:
     """Begin a request with what is restored of it, which then is its own."""
     rank = inference_rank.current()
-    if rank is None or rank.restoring is None or not request.host_hit_length:
+    restoring = None if rank is None or not request.host_hit_length else rank.restoring
+    if rank is None or (restoring is None and rank.eviction is None):
         return original(adder, request, *args, **kwargs)
     if adder.rem_chunk_tokens is not None and adder.rem_chunk_tokens <= 0:
         request.host_hit_length = 0  # SGLang loads before it sees that the request cannot begin
     params = request.sampling_params
-    ignores_eos, params.ignore_eos = params.ignore_eos, False  # else nothing is loaded back
+    # Else, without a radix cache, nothing is loaded back, and there must be room for whole answers.
+    ignores_eos, params.ignore_eos = params.ignore_eos, False
     try:
         result = original(adder, request, *args, **kwargs)
     finally:
         params.ignore_eos = ignores_eos
-    rank.restoring.settle(request, request in adder.can_run_list)
+    if restoring is not None:
+        restoring.settle(request, request in adder.can_run_list)
     return result
+
+
+def tokens_to_come(tokens: float, adder: Any, request: Any) -> float:
+    """Say how many more rows of the pool a running request may take."""
+    rank = inference_rank.current()
+    if rank is None or rank.eviction is None:
+        return tokens
+    sequence = rank.lifecycle.live.get(compat.pool_state(request).req_pool_idx)
+    is_sparse = sequence is not None and sequence.phase is Phase.SPARSE
+    return min(tokens, EVICTION_STRIDE) if is_sparse else tokens
 
 
 def load_back(
@@ -117,6 +135,12 @@ PREFIX_HOOKS = (
         HookType.AROUND,
         admit_request,
         "decides whether a request begins, and takes what was loaded for the tree's",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset",
+        HookType.AFTER,
+        tokens_to_come,
+        "rows are kept free for what running requests are to write",
     ),
     Hook(
         compat.INSERT_PREFIX,

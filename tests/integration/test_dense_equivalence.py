@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,18 @@ def test_a_request_may_stay_dense(server: Server) -> None:
         "stale_steps": 0,
         "retractions": 0,
     }
+
+
+@pytest.mark.releases
+def test_requests_begin_at_once_whose_answers_would_not_fit_into_the_pool(server: Server) -> None:
+    """Sparse requests free their rows; whole answers of two fit."""
+    prompts = random_prompts([110] * 4)
+    with ThreadPoolExecutor() as pool:
+        answers = [pool.submit(server.generate, prompt, 900) for prompt in prompts]
+        server.wait_for(30, sparse_requests=4)
+        server.post("/abort_request", {"abort_all": True})
+        lengths = [len(answer.result()["output_ids"]) for answer in answers]
+    assert max(lengths) - min(lengths) < 100
 
 
 @pytest.mark.releases

@@ -45,6 +45,7 @@ HOOKED_PARAMETERS = {
     "before_match": "self",
     "find_prefix": "self params",
     "admit_request": "self req",
+    "tokens_to_come": "self req",
     "load_back": "self params",
     "restored_rows": "self req",
     "insert_prefix": "self req"
