@@ -212,6 +212,8 @@ class Exchange(ABC):
     def prepare_restore(self) -> None:
         """Take memory for pages that come back, and on a GPU load the kernels that decode them."""
         slots, pages = self._slots, self._pages
+        nothing = torch.zeros(pages.packed_bytes, dtype=torch.uint8, device=slots.device)
+        pages.unpack_page(nothing, 0)
         nowhere = torch.full((PAGE_TOKENS,), _PADDING_ROW, device=slots.device)
         put_tokens(slots.keys, slots.values, nowhere, *pages.read_first_page())
 
