@@ -30,6 +30,9 @@ GPU_HEAD_DIMS = (64, 128, 256)
 FlashInfer checks no others: heads of 80 or 96 elements end in illegal accesses of memory."""
 
 
+MOSAICKV_HEAD_DIM = 128
+"""The rotations of wider heads do not fit into the shared memory of an H100."""
+
 MOST_QUERY_HEADS = 16
 """Query heads of a KV head that attention over rows takes."""
 
@@ -64,6 +67,9 @@ def exchange(args: CacheRankFlags) -> Iterator[Objection]:
     if sketches and heads % 32 != 0:
         why = f"heads have {heads} elements, and a sketch needs a multiple of 32"
         yield Objection("--score-keys", why, "score by the keys as they are held")
+    if args.on_gpu and args.kv_residency == "mosaickv" and heads > MOSAICKV_HEAD_DIM:
+        why = f"on GPUs mosaickv takes heads of up to {MOSAICKV_HEAD_DIM} elements, not {heads}"
+        yield Objection("--kv-residency", why, "use another format")
     if args.query_predictor == "forecast":
         yield from _forecasts(args, model)
     token = 2 * model.get_num_kv_heads(args.tp_size) * heads * model.dtype.itemsize

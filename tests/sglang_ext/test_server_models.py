@@ -76,6 +76,9 @@ def test_refuses_heads_that_kernels_of_gpus_do_not_take(
     pretend_gpus(2, monkeypatch)
     model = Model("Llama", {"head_dim": 80}).write(tmp_path)
     assert "on GPUs a cache rank serves 64, 128, 256" in refusal_of("", model)
+    (wide := tmp_path / "wide").mkdir()
+    model = Model("Llama", {"head_dim": 256, "dtype": "bfloat16"}).write(wide)
+    assert "heads of up to 128 elements, not 256" in refusal_of("--kv-residency mosaickv", model)
 
 
 def test_an_inline_server_refuses_a_model_whose_keys_have_no_sketch(tmp_path: Path) -> None:
