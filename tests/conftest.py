@@ -39,6 +39,7 @@ settings.load_profile("default")  # `--hypothesis-profile thorough` takes the ot
 LONGEST_FIRST = [
     "test_sglang_interface",  # takes seconds, and says what a new release of SGLang has moved
     "test_dense_equivalence",  # with others that take plain SGLang as well
+    "test_drafts",  # with others of drafts
     "test_failure",
     "test_server",  # with others of the bundled model
     "test_weight_updates",

@@ -28,7 +28,7 @@ from scripts.shared.serving import Server, serve
 from sglang_ext.four_bits import GROUP, restore, round_groups
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
-pytestmark = pytest.mark.xdist_group("plain server")
+pytestmark = pytest.mark.xdist_group("drafts")
 
 NEW_TOKENS, DRAFTS = 80, 8
 PROMPTS = random_prompts([120, 150, 300, 700], seed=20)

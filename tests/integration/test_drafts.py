@@ -32,7 +32,7 @@ from scripts.shared.serving import Server, serve
 from sglang_ext import compat
 from sglang_ext.drafts.noise import murmur_hash32
 
-pytestmark = pytest.mark.xdist_group("plain server")
+pytestmark = pytest.mark.xdist_group("drafts")
 
 NEW_TOKENS, SAMPLED_TOKENS = 80, 48
 PROMPTS = random_prompts([30, 60, 99, 101, 150, 300, 700])

@@ -12,7 +12,7 @@ from scripts.shared.serving import Server, serve
 
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.xdist_group("plain server"),
+    pytest.mark.xdist_group("drafts"),
     pytest.mark.timeout(900),
 ]
 
