@@ -18,6 +18,7 @@ from workload import (
     STRICT_POOL,
     TENTH_OF_THE_CONTEXT,
     VOCABULARY,
+    WORKING_SET,
     select_everything,
 )
 
@@ -87,6 +88,14 @@ def reusing_server(random_model: Callable[..., Path]) -> Iterator[Server]:
     flags = [*SMALL_CACHE_RANK, *REUSE, "--sparse-budget", "1024", "--max-swap-tokens", "64"]
     environment = {ALLOW_LARGE_BUDGET_VARIABLE: "1", **STRICT}
     with serve([*flags, "--model-path", str(random_model())], environment) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def working_set_server(random_model: Callable[..., Path]) -> Iterator[Server]:
+    """As `reusing_server`, with working sets alone in the pool, which frees rows for others."""
+    flags = [*SMALL_CACHE_RANK, *REUSE, *WORKING_SET, "--model-path", str(random_model())]
+    with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1", **STRICT}) as server:
         yield server
 
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from workload import DENSE, SMALL_CACHE_RANK, assert_same_answers, random_prompts
+from workload import DENSE, assert_same_answers, random_prompts
 
-from scripts.shared.serving import Server, serve
-from sglang_ext.flags import CHECKSUM_VARIABLE
-from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
+from scripts.shared.serving import Server
 
 pytestmark = pytest.mark.xdist_group("plain server")
 
@@ -21,23 +17,10 @@ NEW_TOKENS = 60
 PROMPTS = random_prompts([30, 60, 99, 100, 101, 150, 228, 300])
 
 
-@pytest.fixture(scope="module")
-def server(random_model: Callable[..., Path]) -> Iterator[Server]:
+@pytest.fixture
+def server(working_set_server: Server) -> Server:
     """Working sets alone are in the pool; test_reuse.py has a server with whole contexts."""
-    arguments = [
-        *SMALL_CACHE_RANK,
-        *("--model-path", str(random_model()), "--skip-tokenizer-init"),
-        *("--sparse-threshold", str(THRESHOLD), "--sparse-budget", "512"),
-        *("--max-swap-tokens", "64", "--inference-kv", "working-set"),
-        *("--max-total-tokens", "2100"),  # rows that are freed are soon another's
-    ]
-    environment = {
-        ALLOW_LARGE_BUDGET_VARIABLE: "1",
-        CHECKSUM_VARIABLE: "1",
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-    }
-    with serve(arguments, environment) as running:
-        yield running
+    return working_set_server
 
 
 @pytest.mark.releases

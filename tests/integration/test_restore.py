@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from workload import (
     SMALL_CACHE_RANK,
     STRICT,
     STRICT_POOL,
+    WORKING_SET,
     difference,
     random_prompts,
 )
@@ -32,18 +33,11 @@ NEW_TOKENS = 40
 PROMPT, QUESTION = random_prompts([700, 25], seed=12)
 LOSSY = [("qwen2", "lynx"), ("qwen3", "hack")]
 
-WORKING_SET = (
-    "--inference-kv working-set --sparse-budget 1024 --max-swap-tokens 64 --cache-rank-timeout 8"
-).split()
 
-
-@pytest.fixture(scope="module")
-def server(random_model: Callable[..., Path]) -> Iterator[Server]:
+@pytest.fixture
+def server(working_set_server: Server) -> Server:
     """Its sparse steps attend to everything."""
-    flags = [*SMALL_CACHE_RANK, *REUSE, *WORKING_SET, "--model-path", str(random_model())]
-    environment = {ALLOW_LARGE_BUDGET_VARIABLE: "1", **STRICT}
-    with serve(flags, environment) as running:
-        yield running
+    return working_set_server
 
 
 @pytest.fixture(autouse=True)

@@ -40,6 +40,10 @@ REUSE = (
     "--chunked-prefill-size 128"
 ).split()
 
+WORKING_SET = (
+    "--inference-kv working-set --sparse-budget 1024 --max-swap-tokens 64 --cache-rank-timeout 8"
+).split()
+
 STRICT_POOL = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "2"}
 """The environment of a server that checks pools after every batch."""
 
