@@ -5,11 +5,12 @@
     python -m scripts.profile_ttft --model bundled --lengths 1200 --sparse-threshold 300 \
         --sparse-budget 64 --systems dense:disable_radix_cache=false cache-rank-working-set
 
-For each length, a prompt is asked `--repeats` times new and again, and as many conversations grow
-to the length in four turns, of which each begins with all that was said before. Requests come one
-after the other. Over a slow link, `--link-gbps`, formats differ: what comes back are their codes. A
-wait of more than `--cache-rank-timeout` seconds is a loss. Weights are random numbers in the shapes
-of `model_shapes`. A system that fails is a line in the table, and its log is in OUT/logs; the exit
+For each length, `--repeats` prompts are asked new and again, and as many conversations grow to the
+length in four turns, of which each begins with all that was said before. Conversations take turns,
+so that many of them need more memory than one. Requests come one after the other. Over a slow link,
+`--link-gbps`, formats differ: what comes back are their codes. A wait of more than
+`--cache-rank-timeout` seconds is a loss. Weights are random numbers in the shapes of
+`model_shapes`. A system that fails is a line in the table, and its log is in OUT/logs; the exit
 status is 1 then.
 """
 
@@ -104,16 +105,22 @@ def measure(client: Client, job: Job, repeats: int, measurement: Measurement) ->
     length, vocabulary = measurement.length, model_config(job.model)["vocab_size"]
     drawn = make_prompts([length] * 2 * (repeats + 1), vocabulary, SEED + length)
     kinds = ["new", "again", *(f"turn {turn}" for turn in range(1, TURNS + 1))]
-    measurement.asked = [Asked(kind) for kind in kinds]
-    for repeat in range(repeats + 1):
-        asked = [Asked(kind) for kind in kinds] if repeat == 0 else measurement.asked
-        alone, spoken = drawn[2 * repeat], drawn[2 * repeat + 1]
-        for each in asked[:2]:
-            ask(client, alone, each)
-        said, step = list[int](), length // TURNS
-        for turn, each in enumerate(asked[2:]):
-            said += spoken[turn * step : (turn + 1) * step]
-            said += ask(client, said, each)
+    uncounted, measurement.asked = ([Asked(kind) for kind in kinds] for _ in range(2))
+    for asked, prompts in ((uncounted, drawn[:2]), (measurement.asked, drawn[2:])):
+        for prompt in prompts[::2]:
+            for each in asked[:2]:
+                ask(client, prompt, each)
+        converse(client, prompts[1::2], asked[2:])
+
+
+def converse(client: Client, texts: list[list[int]], turns: list[Asked]) -> None:
+    """Hold a conversation for each text, of which a part is added in each turn."""
+    said: list[list[int]] = [[] for _ in texts]
+    for turn, asked in enumerate(turns):
+        for text, conversation in zip(texts, said, strict=True):
+            step = len(text) // len(turns)
+            conversation += text[turn * step : (turn + 1) * step]
+            conversation += ask(client, conversation, asked)
 
 
 def write_results(results: Results, out: Path) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ def test_each_turn_begins_with_all_that_was_said(server: Server) -> None:
     assert cached["again"] == [400, 400]
     assert [cached[f"turn {turn}"][0] for turn in (2, 3, 4)] == [110, 220, 330]
     assert all(len(each.seconds) == 2 for each in measurement.asked)
+    # Nobody goes on before the others have had their turn.
+    turns = [each.seconds for each in measurement.asked[2:]]
+    assert all(max(turn) < min(later) for turn, later in itertools.pairwise(turns))
 
 
 def test_a_system_that_fails_is_a_line_of_the_table(
