@@ -228,9 +228,7 @@ def test_moves_whole_tokens_of_all_layers(
         assert buffer.count_nonzero() == buffer[target].count_nonzero()
 
 
-def test_moving_by_several_programs(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moving_by_several_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "_BLOCK_ELEMENTS", 64)
     keys, values = random_pool(device, torch.float32, rows=20)
     rows = torch.tensor([3, 9, 4, 0, 11], device=device)
