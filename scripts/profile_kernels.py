@@ -9,7 +9,9 @@ large copy in the same run that this makes.
 
 With `--attend` it times attention of one layer instead, at several shapes: over bfloat16 keys and
 values, over codes that are decoded first, and over codes where they lie. Of these it says how far
-outputs are off those of tokens that are decoded in full (root mean square).
+outputs are off those of tokens that are decoded in full (root mean square). The ablations of HACK,
+section 7.4, are among them: *sums anew* takes the sums of codes from the codes in each step, and
+*last block anew* encodes the last 32 tokens in each step before it attends to their codes.
 """
 
 from __future__ import annotations

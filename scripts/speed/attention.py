@@ -39,6 +39,7 @@ class Format(NamedTuple):
     group: int  # tokens that are encoded together
     groups: int  # of a ring
     planes: tuple[int, ...] | None = None  # of keys and values, that attention reads; None for all
+    unfinished: bool = False  # whether the last group is encoded anew in each step
 
 
 def _quantspec(bits: int) -> Format:
@@ -46,9 +47,11 @@ def _quantspec(bits: int) -> Format:
     return Format((codecs[0], codecs[1]), QUANTSPEC_GROUP, 2, (0, 2, 3) if bits == 4 else None)
 
 
-def _hack(bits: int) -> Format:
-    keys = HackCodec(True, torch.bfloat16, bits)
-    return Format((keys, keys._replace(of_keys=False, value_sums=True)), HACK_GROUP, 1)
+def _hack(bits: int, sums_anew: bool = False, unfinished: bool = False) -> Format:
+    keys = HackCodec(True, torch.bfloat16, bits, sums_anew=sums_anew)
+    values = keys._replace(of_keys=False, value_sums=not sums_anew)
+    planes = (0, 1, 2) if sums_anew else None
+    return Format((keys, values), HACK_GROUP, 1, planes, unfinished)
 
 
 FORMATS = {
@@ -56,6 +59,11 @@ FORMATS = {
     "quantspec, 8 bits": _quantspec(8),
     "hack, 4 bits": _hack(4),
     "hack, 2 bits": _hack(2),
+    # The ablations of HACK, section 7.4: without summation or requantization elimination.
+    "hack, 4 bits, sums anew": _hack(4, sums_anew=True),
+    "hack, 2 bits, sums anew": _hack(2, sums_anew=True),
+    "hack, 4 bits, last block anew": _hack(4, unfinished=True),
+    "hack, 2 bits, last block anew": _hack(2, unfinished=True),
 }
 
 
@@ -103,10 +111,11 @@ def _hold(held_as: Format, rows: int, tokens: int) -> tuple[CodedTokens, PagedRo
     held = CodedTokens(
         codecs=held_as.codecs,
         planes=(keys, values),
-        rings=(torch.zeros(ring, dtype=torch.bfloat16), torch.zeros(ring, dtype=torch.bfloat16)),
+        rings=(torch.randn(ring, dtype=torch.bfloat16), torch.randn(ring, dtype=torch.bfloat16)),
         not_finite=torch.zeros(1, dtype=torch.int32),
         group_tokens=held_as.group,
         page_tokens=PAGE_TOKENS,
+        unfinished=held_as.unfinished,
     )
     table = torch.randperm(pages).view(rows, -1).to(torch.int32)
     count, zeros = tokens + held.full_tokens, torch.zeros(rows, dtype=torch.int32)
@@ -115,6 +124,11 @@ def _hold(held_as: Format, rows: int, tokens: int) -> tuple[CodedTokens, PagedRo
         one = PagedRows(table[row : row + 1].clone(), zeros[:1], zeros[:1])
         encode_groups(held, one, count, range(1), shipment)
     return held, PagedRows(table, zeros, torch.full_like(zeros, count - 1))
+
+
+def _encode_and_attend(held: CodedTokens, query: Tensor, rows: PagedRows) -> None:
+    encode_groups(held, rows, 1, range(1))
+    attend_codes(held, query, rows, 0, SCALE)
 
 
 def attention_rows(rows: int, tokens: int, queries: int) -> Iterator[dict[str, Any]]:
@@ -156,6 +170,10 @@ def attention_rows(rows: int, tokens: int, queries: int) -> Iterator[dict[str, A
             if held_as.planes is None or index in held_as.planes
         )
         moved = all_codes + 2 * decoded.nbytes
+        if held_as.unfinished:  # as many groups as without it, and half of the last
+            half = paged._replace(positions=paged.positions - held_as.group // 2)
+            yield timed(f"{name}: on codes", partial(_encode_and_attend, held, query, half), read)
+            continue
         if held_as.planes is None:  # tokens are decoded in full
             yield timed(f"{name}: decoded, then {best}", decode_and_attend, moved)
         expected, found = decode_and_attend().float(), attend()[0]

@@ -30,6 +30,8 @@ class Format:
     tolerance: Callable[[CodedTokens, Tensor], float]
     """How far a score of some queries may be off, by what float32 and the format round."""
 
+    unfinished: bool = False
+
 
 def largest(numbers: Tensor) -> float:
     """The largest of those that were written."""
@@ -98,15 +100,18 @@ def hack(
     seed: int | None = None,
     value_sums: bool = False,
     values_by: int | None = None,
+    sums_anew: bool = False,
+    unfinished: bool = False,
 ) -> Format:
     return Format(
         lambda dtype: (
-            HackCodec(True, dtype, bits, partition, seed),
-            HackCodec(False, dtype, bits, values_by or partition, seed, value_sums),
+            HackCodec(True, dtype, bits, partition, seed, sums_anew=sums_anew),
+            HackCodec(False, dtype, bits, values_by or partition, seed, value_sums, sums_anew),
         ),
         GROUP,
         GROUP,
         of_partitions,
+        unfinished,
     )
 
 
@@ -124,10 +129,13 @@ FORMATS = {
     "hack 4, sums": hack(bits=4, value_sums=True),
     "hack 2, sums": hack(value_sums=True),
     "hack 4, stochastic": hack(bits=4, seed=0),
+    "hack 4, unfinished": hack(bits=4, value_sums=True, unfinished=True),
+    "hack 2, unfinished": hack(sums_anew=True, unfinished=True),
 }
 ATTENDED = {
     "quantspec 4, values too": quantspec(4, bits_of_values=4),
     **{name: FORMATS[name] for name in ("quantspec 8", "hack 4, sums", "hack 2, sums")},
+    **{name: FORMATS[name] for name in ("hack 4, unfinished", "hack 2, unfinished")},
     "hack 4, keys by 16": hack(bits=4, partition=16, value_sums=True, values_by=64),
 }
 """Formats whose codes can be attended to."""
@@ -173,6 +181,7 @@ def empty(
         not_finite=torch.zeros(1, dtype=torch.int32, device=device),
         group_tokens=held_as.group_tokens,
         page_tokens=PAGE,
+        unfinished=held_as.unfinished,
     )
 
 

@@ -6,17 +6,24 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from coded_cases import ATTENDED, KV_HEADS, NARROW, empty, largest, load, on, random_shipment
+from coded_cases import ATTENDED, KV_HEADS, NARROW, empty, hack, largest, load, on, random_shipment
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cache_rank.kernels.coded import reference, triton
 from cache_rank.kernels.coded.reference import CodedTokens
-from cache_rank.kernels.hack.reference import HackCodec, decode, encode_queries
+from cache_rank.kernels.hack.reference import (
+    HackCodec,
+    decode,
+    encode_keys,
+    encode_queries,
+    encode_values,
+)
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
 
-RESIDENT = (300, 0, 100, 640)
-"""Codes of several pages, or none, as 100 tokens have of groups of 128."""
+RESIDENT = (300, 30, 100, 640)
+"""Codes of several pages, or none, as 100 tokens have of groups of 128, and 30 of any."""
 LAYER = 1
 
 
@@ -39,8 +46,7 @@ def held(
     generator = torch.Generator().manual_seed(1)
     table = torch.randperm(12, generator=generator).view(4, 3).to(device, torch.int32)
     for row, count in enumerate(RESIDENT):
-        if count:
-            load(tokens, table[row], row, 0, random_shipment(tokens, count, seed=row))
+        load(tokens, table[row], row, 0, random_shipment(tokens, count, seed=row))
     slots = on(device, 0, 1, 2, 3, -1)
     positions = on(device, *(count - 1 for count in (*RESIDENT, 300)))
     return Held(tokens, PagedRows(torch.cat((table, table[:1])), slots, positions))
@@ -108,7 +114,10 @@ def test_quantspec_is_attention_to_decoded_tokens(
         torch.testing.assert_close(log_sums[row].double(), expected[1], atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["hack 4, sums", "hack 4, 16", "hack 2"])
+@pytest.mark.parametrize(
+    "name",
+    ["hack 4, sums", "hack 4, 16", "hack 2", "hack 4, unfinished", "hack 2, unfinished"],
+)
 def test_hack_is_attention_to_decoded_tokens_but_for_8_bit_queries_and_weights(
     device: torch.device, name: str
 ) -> None:
@@ -119,10 +128,12 @@ def test_hack_is_attention_to_decoded_tokens_but_for_8_bit_queries_and_weights(
     queries = random_queries(sequences, 3, 2)
     rounded = decode(encode_queries(queries, codec.partition), 8, codec.partition)
     out, log_sums = attended(reference, sequences, queries)
-    for row in (0, 2, 3):
+    for row in filter(sequences.coded, range(4)):
         keys, values = decoded(sequences, row)
         expected, expected_sums, weights = plain_attention(rounded[row], keys, values)
         torch.testing.assert_close(log_sums[row].double(), expected_sums, atol=1e-4, rtol=1e-5)
+        lacking = -keys.shape[1] % codec.partition
+        weights, values = pad(weights, (0, lacking)), pad(values, (0, 0, 0, lacking))
         of_partitions = weights.unflatten(-1, (-1, codec.partition))  # (Q, Hq, Z, Π)
         ranges = of_partitions.amax(-1) - of_partitions.amin(-1)
         sizes = values.abs().unflatten(1, (-1, codec.partition)).sum(2)
@@ -131,6 +142,22 @@ def test_hack_is_attention_to_decoded_tokens_but_for_8_bit_queries_and_weights(
         error = (out[row] - expected).abs()
         assert (error <= allowed).all()
         assert error.max() > 1e-3  # weights were rounded
+
+
+@pytest.mark.parametrize("name", ["hack 4, unfinished", "hack 2, unfinished"])
+def test_unfinished_groups_are_encoded_as_if_they_had_no_more_tokens(
+    device: torch.device, name: str
+) -> None:
+    sequences = held(name, device)
+    tokens = sequences.tokens
+    for row, newer in ((0, 300 % 64), (1, 30), (2, 100 % 64)):
+        found = decoded(sequences, row)
+        for codec, ring, part in zip(tokens.codecs, tokens.rings, found, strict=True):
+            assert isinstance(codec, HackCodec)
+            encode = encode_keys if codec.of_keys else encode_values
+            codes = encode(ring[row, LAYER, :, :newer], codec.bits, codec.partition)
+            expected = decode(codes, codec.bits, codec.partition)
+            assert torch.equal(part[:, -newer:].float(), expected)
 
 
 @pytest.fixture
@@ -175,6 +202,8 @@ def assert_same(sequences: Held, queries: Tensor) -> None:
         ("hack 4, sums", 1, 1, 128, torch.float32),
         ("hack 4, keys by 16", 4, 1, 64, torch.float32),
         ("hack 2, sums", 1, 5, 64, NARROW),
+        ("hack 4, unfinished", 4, 1, 128, torch.float32),
+        ("hack 2, unfinished", 1, 5, 64, NARROW),
     ],
     ids=str,
 )
@@ -186,6 +215,25 @@ def test_triton_attends_as_the_reference_but_for_rounding(
     queries = random_queries(sequences, count, group).to(dtype)
     queries[0, 0, 0] = 0.5  # no range to encode
     assert_same(sequences, queries)
+
+
+@pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
+@pytest.mark.parametrize(
+    ("name", "bits", "partition"), [("hack 4, keys by 16", 4, 16), ("hack 2, sums", 2, 64)]
+)
+def test_sums_taken_anew_are_those_that_are_stored(
+    device: torch.device, implementation: Any, name: str, bits: int, partition: int
+) -> None:
+    sequences = held(name, device, head_dim=128)
+    queries = random_queries(sequences, 2, 1)
+    expected = attended(implementation, sequences, queries)
+    for planes in sequences.tokens.planes:
+        planes[3].fill_(77)  # nothing reads these sums
+    anew = hack(bits, partition, values_by=64, sums_anew=True).codecs(torch.float32)
+    tokens = sequences.tokens._replace(codecs=anew)
+    found = attended(implementation, Held(tokens, sequences.rows), queries)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.gpu

@@ -85,6 +85,8 @@ def gathered(
         ("hack 4, stochastic", 100, 300, NARROW),
         ("hack 4, sums", 100, 300, torch.float32),
         ("hack 2, sums", 191, 1, NARROW),
+        ("hack 4, unfinished", 100, 300, torch.float32),
+        ("hack 2, unfinished", 191, 2, NARROW),
     ],
     ids=str,
 )
@@ -112,6 +114,7 @@ def test_triton_encodes_of_a_shipment_what_the_reference_encodes(
         ("hack 2, 32", 16),
         ("hack 2, 16, stochastic", 128),
         ("hack 4, stochastic", 16),
+        ("hack 2, unfinished", 16),
     ],
 )
 def test_triton_encodes_of_a_step_what_the_reference_encodes(
@@ -175,6 +178,7 @@ def test_what_cannot_be_encoded_is_noted_by_its_place(
         ("hack 4", NARROW, 128, 21, False),
         ("hack 4, 16", torch.float32, 16, 21, True),
         ("hack 4, sums", torch.float32, 16, 21, False),
+        ("hack 4, unfinished", torch.float32, 16, 21, False),
     ],
     ids=str,
 )
@@ -252,6 +256,8 @@ def scored(
         ("hack 2, 16, stochastic", 8, 32),
         ("hack 4", 4, 16),
         ("hack 4, 16", 16, 64),
+        ("hack 4, unfinished", 4, 16),
+        ("hack 2, unfinished", 1, 64),
     ],
 )
 def test_triton_scores_as_the_reference_but_for_rounding(

@@ -48,6 +48,11 @@ def attend_split(
     row, head = unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     tokens = tl.where(tl.load(slots + row) < 0, 0, tl.load(positions + row) + 1)
     groups = coded_tokens(tokens, LAYOUT) // LAYOUT.group_tokens
+    if LAYOUT.unfinished:
+        groups = tl.cdiv(tokens, LAYOUT.group_tokens)
+    stop = groups * (split + 1) // SPLITS * LAYOUT.group_tokens
+    if LAYOUT.unfinished:
+        stop = tl.minimum(stop, tokens)
     parts, largest, total = ATTEND(
         key_planes,
         value_planes,
@@ -56,7 +61,7 @@ def attend_split(
         layer,
         head,
         groups * split // SPLITS * LAYOUT.group_tokens,
-        groups * (split + 1) // SPLITS * LAYOUT.group_tokens,
+        stop,
         scale,
         GROUP,
         PADDED,

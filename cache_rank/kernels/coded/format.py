@@ -18,6 +18,7 @@ class Layout(NamedTuple):
         ring: how many tokens a slot's ring holds.
         page: how many tokens a page holds.
         group_tokens: how many tokens are encoded together.
+        unfinished: see `CodedTokens`.
     """
 
     layers: int
@@ -26,6 +27,7 @@ class Layout(NamedTuple):
     ring: int
     page: int
     group_tokens: int
+    unfinished: bool
 
     @classmethod
     def of(cls, tokens: CodedTokens) -> Layout:
@@ -33,7 +35,8 @@ class Layout(NamedTuple):
         _, layers, kv_heads, ring, head_dim = tokens.rings[0].shape
         assert all(ring.is_contiguous() for ring in tokens.rings)
         assert all(plane.is_contiguous() for planes in tokens.planes for plane in planes)
-        return cls(layers, kv_heads, head_dim, ring, tokens.page_tokens, tokens.group_tokens)
+        sizes = layers, kv_heads, head_dim, ring, tokens.page_tokens, tokens.group_tokens
+        return cls(*sizes, tokens.unfinished)
 
 
 class Launch(NamedTuple):
@@ -90,8 +93,9 @@ class Format(NamedTuple):
         keys_as_values: whether `encode` is the same for both, and so is compiled once.
         attend: (key_planes, value_planes, queries, pages, layer, head, start, stop, scale, GROUP,
             PADDED, STAGES, INTERPRETED, LAYOUT, CONSTANTS) attends to the tokens [start, stop), of
-            whole groups. Returns sums of values by their weights, a tuple of `parts_of_words`,
-            (channels, PADDED) each; the largest logit and the sum of weights, (PADDED,) each.
+            whole groups unless `unfinished`. Returns sums of values by their weights, a tuple of
+            `parts_of_words`, (channels, PADDED) each; the largest logit and the sum of weights,
+            (PADDED,) each.
         attending: makes its parameters from the tokens and PADDED. None if codes are only decoded.
     """
 

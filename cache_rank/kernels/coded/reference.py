@@ -97,6 +97,10 @@ class CodedTokens(NamedTuple):
             is 0 for keys and 1 for values.
         group_tokens: how many tokens are encoded together.
         page_tokens: P, a multiple of the group.
+        unfinished: whether newer tokens are held as codes too. Each step then encodes a sequence's
+            last group anew from the ring, and the newest token stands for those that it lacks,
+            since that widens no range: HACK without requantization elimination (section 7.4). What
+            reads a step's tokens has to end before the next step is appended.
     """
 
     codecs: tuple[Codec, Codec]
@@ -105,6 +109,7 @@ class CodedTokens(NamedTuple):
     not_finite: Tensor
     group_tokens: int
     page_tokens: int
+    unfinished: bool = False
 
     @property
     def full_tokens(self) -> int:
@@ -113,6 +118,8 @@ class CodedTokens(NamedTuple):
 
     def coded(self, resident: int) -> int:
         """How many of a sequence's resident tokens are held as codes; the rest is in the ring."""
+        if self.unfinished:
+            return resident
         complete = resident // self.group_tokens * self.group_tokens
         return max(0, complete - self.full_tokens)
 
@@ -130,7 +137,7 @@ def encode_groups(
     layers: range,
     shipment: Tensor | None = None,
 ) -> None:
-    """Encode the groups that new tokens complete.
+    """Encode the groups that new tokens complete, and those that they begin if `unfinished`.
 
     Args:
         tokens: what is held; planes and not_finite are written in place.
@@ -142,8 +149,10 @@ def encode_groups(
     """
     size, ring_tokens = tokens.group_tokens, tokens.rings[0].shape[3]
     for row, slot, start in rows.used():
-        for first in range(tokens.coded(start), tokens.coded(start + count), size):
+        begin = tokens.coded(start) // size * size
+        for first in range(begin, tokens.coded(start + count), size):
             positions = torch.arange(first, first + size, device=rows.slots.device)
+            positions = positions.clamp(max=start + count - 1)
             is_new = positions >= start if shipment is not None else torch.zeros_like(positions) > 0
             page = int(rows.page_table[row, first // tokens.page_tokens])
             entry = first % tokens.page_tokens
@@ -184,7 +193,9 @@ def gather_codes(
     position = entering[row, layer, head, entry].to(torch.int64)
     page = rows.page_table[row, position // tokens.page_tokens].to(torch.int64)
     slot, size = rows.slots[row].to(torch.int64), tokens.group_tokens
-    coded = (rows.positions[row].to(torch.int64) + 1) // size * size - tokens.full_tokens
+    coded = rows.positions[row].to(torch.int64) + 1
+    if not tokens.unfinished:
+        coded = coded // size * size - tokens.full_tokens
     is_coded = (position < coded).nonzero().squeeze(-1)
     place = (page[is_coded], layer[is_coded] + first_layer, head[is_coded])
     offset = position[is_coded] % tokens.page_tokens
@@ -224,7 +235,8 @@ def score_codes(
         for first in range(0, coded, _TILE_TOKENS):
             planes = _groups(tokens, 0, pages, layers, first, min(first + _TILE_TOKENS, coded))
             of_groups = tokens.codecs[0].score(grouped[row], planes, scale)
-            logits.append(of_groups.permute(1, 2, 3, 0, 4).flatten(3))  # (L, Hkv, G, n)
+            of_tokens = of_groups.permute(1, 2, 3, 0, 4).flatten(3)  # (L, Hkv, G, n)
+            logits.append(of_tokens[..., : coded - first])
         entries = torch.arange(coded, position + 1, device=pages.device)
         ring = tokens.rings[0]
         newest = ring[slot, layers, :, entries % ring.shape[3]].float()
@@ -266,6 +278,8 @@ def attend_codes(
             for part in range(2)
         )
         logits = keys.score(grouped[row], key_planes, scale)  # (groups, Hkv, Q G, group tokens)
+        if lacking := -coded % tokens.group_tokens:
+            logits[-1, ..., -lacking:] = -torch.inf
         log_sums[row] = logits.logsumexp(dim=(0, -1))
         weights = (logits - log_sums[row].unsqueeze(-1)).exp()
         out[row] = values.weigh(weights, value_planes).sum(dim=0)
@@ -285,13 +299,13 @@ def by_query(grouped: Tensor, queries: Tensor) -> Tensor:
 def _groups(
     tokens: CodedTokens, part: int, pages: Tensor, layers: slice, first: int, last: int
 ) -> list[Tensor]:
-    """The planes of keys or of values of a sequence's tokens [first, last), whole groups.
+    """The planes of keys or of values of the groups of a sequence's tokens [first, last).
 
     Returns:
         (groups, L, Hkv, entries, width) each.
     """
     size, groups_of_page = tokens.group_tokens, tokens.page_tokens // tokens.group_tokens
-    group = torch.arange(first // size, last // size, device=pages.device)
+    group = torch.arange(first // size, -(-last // size), device=pages.device)
     layer = torch.arange(layers.start, layers.stop, device=pages.device)
     page = pages[group // groups_of_page].to(torch.int64).unsqueeze(-1)
     within = (group % groups_of_page).unsqueeze(-1)

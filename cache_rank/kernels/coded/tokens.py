@@ -57,8 +57,11 @@ class GatherTarget(NamedTuple):
 @triton.jit
 def coded_tokens(resident, LAYOUT: tl.constexpr):
     """How many of a sequence's tokens are held as codes."""
-    FULL: tl.constexpr = LAYOUT.ring // LAYOUT.group_tokens - 1
-    return tl.maximum((resident // LAYOUT.group_tokens - FULL) * LAYOUT.group_tokens, 0)
+    if LAYOUT.unfinished:
+        return resident
+    else:
+        FULL: tl.constexpr = LAYOUT.ring // LAYOUT.group_tokens - 1
+        return tl.maximum((resident // LAYOUT.group_tokens - FULL) * LAYOUT.group_tokens, 0)
 
 
 @triton.jit
@@ -92,6 +95,8 @@ def load_group(source, dims, LAYOUT: tl.constexpr):
         LAYOUT: see `Layout`.
     """
     position = source.first + tl.arange(0, LAYOUT.group_tokens)
+    if LAYOUT.unfinished:
+        position = tl.minimum(position, source.start + source.count - 1)
     held = source.unit * LAYOUT.ring + position % LAYOUT.ring
     held = held[:, None] * LAYOUT.head_dim + dims[None, :]
     if source.shipment is None:

@@ -72,7 +72,8 @@ def encode_groups(
     assert shipment is None or (shipment.is_contiguous() and len(rows.slots) == 1)
     of, layout = _FORMATS[type(tokens.codecs[0])], Layout.of(tokens)
     parameters = of.encoding(tokens)
-    most_groups = triton.cdiv(count, tokens.group_tokens)
+    in_front = tokens.group_tokens - 1 if tokens.unfinished else 0  # tokens of the first group
+    most_groups = triton.cdiv(count + in_front, tokens.group_tokens)
     # Groups of a row; keys and values of each layer and kv head; rows.
     _encode[(most_groups, len(layers) * layout.kv_heads * 2, len(rows.slots))](
         *tokens.planes,
@@ -270,6 +271,8 @@ def _encode(
     unit, part = tl.program_id(1) // 2, tl.program_id(1) % 2
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     first = coded_tokens(start, LAYOUT) + tl.program_id(0) * LAYOUT.group_tokens
+    if LAYOUT.unfinished:
+        first = first // LAYOUT.group_tokens * LAYOUT.group_tokens
     exists = (slot >= 0) & (first < coded_tokens(start + count, LAYOUT))
     if not exists:
         return

@@ -25,7 +25,8 @@ def attending(tokens: CodedTokens, padded: int) -> Parameters:
     assert isinstance(keys, HackCodec)
     assert isinstance(values, HackCodec)
     assert values.partition == GROUP
-    assert values.value_sums
+    assert values.sums_anew == keys.sums_anew
+    assert values.value_sums or values.sums_anew
     launch = Launch(warps=2, programs=4) if padded <= 8 else Launch(warps=4)
     return Parameters((), Constants.of(keys, head_dim, padded), launch)
 
@@ -69,6 +70,8 @@ def attend(
         logits = logits_on_codes(
             packed, key_planes, tile, query, PADDED, PARTITIONS, INTERPRETED, CONSTANTS
         )
+        if LAYOUT.unfinished:
+            logits = tl.where((first + token < stop)[:, None], logits, -1e30)
         before, largest = largest, tl.maximum(largest, tl.max(logits, axis=0))
         weights = tl.exp2(logits - largest[None, :])
         decay = tl.exp2(before - largest)
@@ -83,7 +86,10 @@ def attend(
         at = tile // BLOCK * HEAD_DIM + dims
         value_minimum = tl.load(value_planes[1] + at).to(tl.float32)
         value_step = tl.load(value_planes[2] + at).to(tl.float32)
-        value_sum = tl.load(value_planes[3] + at).to(tl.float32)
+        if CONSTANTS.sums_anew:
+            value_sum = tl.zeros((HEAD_DIM,), tl.float32)  # its share is added below
+        else:
+            value_sum = tl.load(value_planes[3] + at).to(tl.float32)
         rest = (
             rest * decay[:, None] + value_minimum[None, :] * (of_codes + BLOCK * minimum)[:, None]
         )
@@ -99,6 +105,15 @@ def attend(
             * (tl.trans(steps[i]) * step[None, :])
             for i in (0, 1, 2, 3, 4, 5, 6, 7)[: 16 // BITS]
         ]
+        if CONSTANTS.sums_anew:
+            # Σv' of all tokens, less what `code_as_half` adds to them, by products with ones.
+            ones = tl.full((BLOCK, PADDED), 1.0, tl.float16)
+            sums = [
+                sums[i]
+                + (tl.dot(code_as_half(words, i, BITS, INTERPRETED), ones) - 64.0 * BLOCK)
+                * (tl.trans(steps[i]) * minimum[None, :])
+                for i in (0, 1, 2, 3, 4, 5, 6, 7)[: 16 // BITS]
+            ]
     rests = parts_of_words(rest, PADDED, BITS)
     sums = [sums[i] + tl.trans(rests[i]) for i in (0, 1, 2, 3, 4, 5, 6, 7)[: 16 // BITS]]
     return sums, largest, total

@@ -27,6 +27,7 @@ class Constants(NamedTuple):
         columns: the columns of queries in a product.
         bytes: how many bytes of a token are read: `width`, or more, which count for nothing.
         block: how many tokens are multiplied at once.
+        sums_anew: see `HackCodec`.
     """
 
     bits: int
@@ -35,6 +36,7 @@ class Constants(NamedTuple):
     columns: int
     bytes: int
     block: int
+    sums_anew: bool = False
 
     @classmethod
     def of(cls, codec: HackCodec, head_dim: int, padded: int, block: int = GROUP) -> Constants:
@@ -42,7 +44,7 @@ class Constants(NamedTuple):
         partition, width = min(codec.partition, head_dim), head_dim * codec.bits // 8
         columns = max(_LEAST_COLUMNS, padded * (head_dim // partition))
         least_bytes = max(32, width)  # the matrix unit takes no fewer
-        return cls(codec.bits, partition, width, columns, least_bytes, block)
+        return cls(codec.bits, partition, width, columns, least_bytes, block, codec.sums_anew)
 
 
 @triton.jit
@@ -136,6 +138,21 @@ def query_operands(
 
 
 @triton.jit
+def _sums_of_keys(packed, INTERPRETED: tl.constexpr, CONSTANTS: tl.constexpr, COUNT: tl.constexpr):
+    """Sum up the codes of each column's partition by products with ones: (block, columns)."""
+    byte, column = tl.arange(0, CONSTANTS.bytes)[:, None], tl.arange(0, CONSTANTS.columns)[None, :]
+    BLOCK: tl.constexpr = CONSTANTS.block
+    COLUMNS: tl.constexpr = CONSTANTS.columns
+    sums = tl.zeros((BLOCK, COLUMNS), tl.int32)
+    for index in tl.static_range(8 // CONSTANTS.bits):
+        partition = (index * CONSTANTS.width + byte) // CONSTANTS.partition
+        ones = (byte < CONSTANTS.width) & (partition == column % COUNT)
+        code = unpack_codes(packed, index, CONSTANTS.bits, INTERPRETED)
+        sums = tl.dot(code, ones.to(tl.int8), sums, out_dtype=tl.int32)
+    return sums
+
+
+@triton.jit
 def logits_on_codes(
     packed,
     planes,
@@ -164,6 +181,10 @@ def logits_on_codes(
     there = partition < PARTITIONS
     key_minimum = tl.load(minima + at, mask=there, other=0.0).to(tl.float32)[:, None, :]
     key_scale = tl.load(scales + at, mask=there, other=0.0).to(tl.float32)[:, None, :]
-    key_sum = tl.load(sums + at, mask=there, other=0).to(tl.float32)[:, None, :]
+    if CONSTANTS.sums_anew:
+        key_sum = _sums_of_keys(packed, INTERPRETED, CONSTANTS, COUNT).to(tl.float32)
+        key_sum = tl.reshape(key_sum, (BLOCK, PADDED, COUNT))
+    else:
+        key_sum = tl.load(sums + at, mask=there, other=0).to(tl.float32)[:, None, :]
     term = key_scale * (product + of_sum * key_sum) + key_minimum * of_minimum
     return tl.sum(term * of_all, axis=2)

@@ -87,9 +87,8 @@ def encode_keys(tokens: Tensor, bits: int, partition: int, seed: int | None = No
         finite, or span more than their dtype, leave a minimum or a scale that is not finite.
     """
     codes, minimum, scale = _encode(tokens, bits, partition, seed)
-    parts = codes.split(partition, dim=-1)
-    sums = torch.stack([part.sum(dim=-1, dtype=torch.int16) for part in parts], dim=-1)
-    return HackKeys(pack(codes, bits), minimum, scale, sums.to(sums_dtype(bits, partition)))
+    sums = _sums_of_keys(codes, partition).to(sums_dtype(bits, partition))
+    return HackKeys(pack(codes, bits), minimum, scale, sums)
 
 
 def encode_values(tokens: Tensor, bits: int, partition: int, seed: int | None = None) -> HackValues:
@@ -159,8 +158,9 @@ class HackCodec(NamedTuple):
         of_keys: whether it encodes keys.
         dtype: the dtype of the tokens.
         bits, partition, seed: see `encode_keys`.
-        value_sums: whether the sums of the codes of values are stored too. Attention reads them,
-            and where they are missing sums up codes (summation elimination, section 5.3).
+        value_sums: whether the sums of the codes of values are stored too, for attention.
+        sums_anew: whether sums are taken from the codes whenever they are needed, and those that
+            are stored are not read: HACK without summation elimination (section 7.4).
     """
 
     of_keys: bool
@@ -169,6 +169,7 @@ class HackCodec(NamedTuple):
     partition: int = 64
     seed: int | None = None
     value_sums: bool = False
+    sums_anew: bool = False
 
     def planes(self, head_dim: int) -> tuple[Plane, ...]:
         """The tensors of `HackKeys`, or of `HackValues`, and the sums of values if they are stored.
@@ -204,10 +205,16 @@ class HackCodec(NamedTuple):
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of groups of keys on their codes."""
-        return score_keys(queries, HackKeys(*planes), scale, self.bits, self.partition)
+        keys = HackKeys(*planes)
+        if self.sums_anew:
+            keys = keys._replace(sums=_sums_of_keys(unpack(keys.codes, self.bits), self.partition))
+        return score_keys(queries, keys, scale, self.bits, self.partition)
 
     def weigh(self, weights: Tensor, planes: Sequence[Tensor]) -> Tensor:
-        """Add up the values of groups by their weights: what the codes of both decode to."""
+        """Add up the values of groups by their weights: what the codes of both decode to.
+
+        So no sums of codes are needed here, with `sums_anew` or without.
+        """
         decoded = decode(encode_queries(weights, self.partition), QUERY_BITS, self.partition)
         return decoded @ decode(HackValues(*planes[:3]), self.bits, self.partition)
 
@@ -215,6 +222,11 @@ class HackCodec(NamedTuple):
 def sums_dtype(bits: int, partition: int) -> torch.dtype:
     """The dtype that holds the sum of a partition's codes."""
     return torch.uint8 if ((1 << bits) - 1) * partition < 256 else torch.int16
+
+
+def _sums_of_keys(codes: Tensor, partition: int) -> Tensor:
+    parts = codes.split(partition, dim=-1)
+    return torch.stack([part.sum(dim=-1, dtype=torch.int16) for part in parts], dim=-1)
 
 
 def _encode(

@@ -39,6 +39,7 @@ def attending(tokens: CodedTokens, padded: int) -> Parameters:
     """See `Format`."""
     codec = tokens.codecs[0]
     assert isinstance(codec, QuantSpecCodec)
+    assert not tokens.unfinished
     assert tokens.codecs[1] == codec._replace(per_channel=False)
     launch = Launch(warps=2, programs=4 if codec.read_bits == 8 else 6)
     if padded > 8:
