@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 from tqdm import tqdm
 
-from scripts.reasoning.client import Answer, send
+from scripts.reasoning.client import send
 from scripts.reasoning.loads import Load, Request
 from scripts.reasoning.measures import Measurement, measure
 from scripts.reasoning.report import write_results
@@ -33,6 +33,7 @@ from scripts.shared.command import command_line, explained, make_parser, run
 from scripts.shared.comparison import GRAPH_BATCHES
 from scripts.shared.models import model_config
 from scripts.shared.serving import Server
+from scripts.shared.streaming import Answer
 from scripts.shared.systems import System
 from scripts.speed.jobs import SEED, Job, Shape, add_engine_options, make_job
 from scripts.speed.serving import Results, measure_all

@@ -59,11 +59,10 @@ class TestJobs:
 
 class TestStatistics:
     def test_step_times(self) -> None:
-        arrivals = [(1, 0.0), (2, 1.0), (3, 1.5), (4, 3.5)]
-        assert step_times(arrivals, first=2, steps=2) == [0.5, 2.0]
+        assert step_times([1, 2, 3, 4], [0.0, 1.0, 1.5, 3.5], first=2, steps=2) == [0.5, 2.0]
 
     def test_tokens_that_arrive_together_share_their_time(self) -> None:
-        assert step_times([(1, 0.0), (4, 3.0), (5, 3.5)], first=1, steps=4) == [1.0, 1.0, 1.0, 0.5]
+        assert step_times([1, 4, 5], [0.0, 3.0, 3.5], first=1, steps=4) == [1.0, 1.0, 1.0, 0.5]
 
     def test_summary(self) -> None:
         measurement = Measurement(system="dense", shape=SHAPE)
