@@ -28,8 +28,7 @@ from scripts.reasoning.client import send
 from scripts.reasoning.loads import Load, Request
 from scripts.reasoning.measures import Measurement, measure
 from scripts.reasoning.report import write_results
-from scripts.shared import machine
-from scripts.shared.command import command_line, explained, make_parser, run
+from scripts.shared.command import explained, make_parser, run
 from scripts.shared.comparison import GRAPH_BATCHES
 from scripts.shared.models import model_config
 from scripts.shared.serving import Server
@@ -98,8 +97,7 @@ def measure_load(
 def main(argv: Sequence[str]) -> int:
     """Run; the exit status."""
     options = parse_options(argv)
-    described = machine.describe(machine.visible_gpus())
-    results = Results([command_line("profile_reasoning", argv)], described, options.jobs)
+    results = Results.of("profile_reasoning", argv, options.jobs)
 
     def measurements_of(job: Job) -> list[Measurement]:
         return [Measurement(system=job.system, load=load.name) for load in options.loads]

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 
 from scripts.reasoning.measures import Measurement, Run
-from scripts.shared.report import number, percent, provenance, table_of, write_report
+from scripts.shared.report import number, percent, table_of
 from scripts.speed.serving import Results
 
 EXPLANATION = """\
@@ -27,14 +27,8 @@ def write_results(results: Results, out: Path) -> list[Path]:
     for measurement in results.measurements:
         if measurement.run:
             loads.setdefault(measurement.load, {})[measurement.system] = measurement.run
-    parts = [
-        f"# Reasoning loads: {results.jobs[0].model}",
-        provenance(results.commands, results.machine),
-        EXPLANATION,
-        table_of(map(_row, results.measurements)),
-        *(_curves(load, runs) for load, runs in loads.items()),
-    ]
-    files = write_report(out, "results", results, "\n\n".join(parts))
+    tables = table_of(map(_row, results.measurements)), *map(_curves, loads, loads.values())
+    files = results.write(out, "Reasoning loads", EXPLANATION, *tables)
     if loads and importlib.util.find_spec("matplotlib"):
         files += _plot(loads, out / "tokens-by-context")
     return files

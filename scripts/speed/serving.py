@@ -16,8 +16,10 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from scripts.shared import machine
+from scripts.shared.command import command_line
 from scripts.shared.comparison import ENVIRONMENT
 from scripts.shared.models import model_config
+from scripts.shared.report import provenance, write_report
 from scripts.shared.serving import Client, Server, ServerError
 from scripts.shared.systems import to_flags
 from scripts.speed.calibration import write_blank
@@ -52,6 +54,16 @@ class Results(msgspec.Struct):
     jobs: list[Job] = []
     measurements: list[Any] = []
     conditions: dict[str, Any] = {}  # that all measurements have in common
+
+    @classmethod
+    def of(cls, name: str, argv: Sequence[str], jobs: list[Job]) -> Results:
+        """None yet, of a `python -m scripts.NAME` on this machine."""
+        return cls([command_line(name, argv)], machine.describe(machine.visible_gpus()), jobs)
+
+    def write(self, out: Path, title: str, *parts: str) -> list[Path]:
+        """Write results.json, and results.md with these parts, into a folder; the files."""
+        head = f"# {title}: {self.jobs[0].model}", provenance(self.commands, self.machine)
+        return write_report(out, "results", self, "\n\n".join((*head, *parts)))
 
 
 def measure_all(

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from scripts import profile_tpot
-from scripts.profile_tpot import main, parse_options
+from scripts.profile_tpot import main, parse_options, read_results
 from scripts.shared import machine
 from scripts.speed import serving
 from scripts.speed.bench import NotMeasuredError, plan_batch
 from scripts.speed.jobs import Job, Shape
 from scripts.speed.records import Measurement, exchange_between, step_times, summarize
-from scripts.speed.report import read_results
 
 SHAPE = Shape(8, 32768)
 
