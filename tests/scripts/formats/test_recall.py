@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.score.reference import score_tokens
-from scripts.formats.recall import measure_recall, overlap_ratio
+from scripts.formats.quality import measure_recall, overlap_ratio
 
 TOKENS = 40
 
