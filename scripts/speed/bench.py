@@ -82,7 +82,7 @@ def measure_shape(servers: Sequence[Client], job: Job, measurement: Measurement)
     info = servers[0].read("/server_info")
     try:
         plan = plan_batch(job, measurement.shape, info)
-        asyncio.run(_Bench(servers[0].url, job, measurement.shape, plan).measure(measurement))
+        asyncio.run(_Bench(servers[0], job, measurement.shape, plan).measure(measurement))
     except NotMeasuredError as error:
         measurement.failure = str(error).replace("|", "/")
         return
@@ -95,8 +95,8 @@ def measure_shape(servers: Sequence[Client], job: Job, measurement: Measurement)
 class _Bench:
     """Measures a shape on a running server; what the server refuses is NotMeasuredError."""
 
-    def __init__(self, url: str, job: Job, shape: Shape, plan: Plan) -> None:
-        self._url, self._job, self._plan = url, job, plan
+    def __init__(self, client: Client, job: Job, shape: Shape, plan: Plan) -> None:
+        self._client, self._job, self._plan = client, job, plan
         lengths, vocabulary = [shape.context] * shape.batch, model_config(job.model)["vocab_size"]
         self._prompts = make_prompts(lengths, vocabulary, f"{SEED} {shape}")
         self._batch = [Answer(shape.context) for _ in self._prompts]
@@ -109,11 +109,11 @@ class _Bench:
             try:
                 async with asyncio.timeout(SHAPE_SECONDS):
                     begun = time.perf_counter()
-                    start = await self._state(session)
+                    start = await asyncio.to_thread(self._client.cache_rank)
                     for answer, prompt in zip(self._batch, self._prompts, strict=True):
                         request = follow(
                             session,
-                            self._url,
+                            self._client.url,
                             prompt,
                             answer,
                             lambda _: self._changed.set(),
@@ -123,10 +123,10 @@ class _Bench:
                         self._tasks.append(asyncio.create_task(request))
                         self._tasks[-1].add_done_callback(lambda _: self._changed.set())
                     await self._until(lambda: all(map(self._is_settled, self._batch)))
-                    before = await self._state(session)
+                    before = await asyncio.to_thread(self._client.cache_rank)
                     first = witness.written + 2  # not the step that answered
                     await self._until(lambda: witness.written >= first + STEPS)
-                    after = await self._state(session)
+                    after = await asyncio.to_thread(self._client.cache_rank)
             except TimeoutError:
                 raise NotMeasuredError(f"ran out of time; {self._situation()}") from None
             finally:
@@ -154,14 +154,11 @@ class _Bench:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ABORT_SECONDS):
                 with contextlib.suppress(aiohttp.ClientError):  # it is gone, and they end as well
-                    await session.post(f"{self._url}/abort_request", json={"abort_all": True})
+                    await session.post(
+                        f"{self._client.url}/abort_request", json={"abort_all": True}
+                    )
                 await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.sleep(0.5)
-
-    async def _state(self, session: aiohttp.ClientSession) -> dict[str, Any]:
-        """The state of the inference rank; empty without a cache rank."""
-        async with session.get(f"{self._url}/server_info") as response:
-            return cache_rank_state(await response.json())
 
     def _situation(self) -> str:
         started = sum(answer.written > 0 for answer in self._batch)
