@@ -22,9 +22,8 @@ from scripts.shared.models import model_config
 from scripts.shared.report import provenance, write_report
 from scripts.shared.serving import Client, Server, ServerError
 from scripts.shared.systems import to_flags
-from scripts.speed.calibration import write_blank
+from scripts.speed.calibration import norms_for_unit_logits, write_blank
 from scripts.speed.jobs import Job
-from scripts.speed.weights import norms_for_unit_logits
 
 START_SECONDS = 600
 LONGEST_ERROR = 160
