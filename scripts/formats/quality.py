@@ -106,25 +106,12 @@ def _outputs(sample: Recorded, keys: Tensor, values: Tensor) -> list[Tensor]:
     return outputs
 
 
-def overlap_ratio(first: Tensor, second: Tensor, tokens: int) -> Tensor:
-    """Share of tokens that two selections have in common (AsyncSpade Eq. 1).
-
-    Args:
-        first, second: (..., k) integer positions within [0, tokens), each at most once.
-        tokens: number of resident tokens.
-
-    Returns:
-        (...) float32.
-    """
-    chosen = torch.zeros((*first.shape[:-1], tokens), dtype=torch.bool, device=first.device)
-    chosen.scatter_(-1, first.to(torch.int64), True)
-    return chosen.gather(-1, second.to(torch.int64)).float().mean(-1)
-
-
 def measure_recall(
     scores: Tensor, slot_map: Tensor, config: CacheRankConfig, position: int
 ) -> Tensor:
     """Compare the slots that a step used with exact selection by the true query of that step.
+
+    Recall is the overlap ratio of AsyncSpade, Eq. 1.
 
     Args:
         scores: (L, Hkv, >= position) float32 by the true queries of the step at `position`.
@@ -140,7 +127,10 @@ def measure_recall(
     """
     candidates = config.candidates_after(position - 1)
     exact = top_tokens(scores[..., :position], candidates, slot_map.shape[-1])
+    slots = slot_map.to(torch.int64)
+    in_slots = torch.zeros_like(scores[..., :position]).scatter(-1, slots, 1.0)
+    recall = in_slots.gather(-1, exact).mean(-1)
     probability = scores[..., : candidates.stop].exp()
-    held = probability.gather(-1, slot_map.to(torch.int64)).sum(-1)
+    held = probability.gather(-1, slots).sum(-1)
     mass = held / probability[..., candidates.start :].sum(-1).clamp(min=1e-30)
-    return torch.stack((overlap_ratio(slot_map, exact, position), mass))
+    return torch.stack((recall, mass))
