@@ -22,6 +22,7 @@ import asyncio
 import importlib.util
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
@@ -86,11 +87,11 @@ def job_of(label: str, options: argparse.Namespace) -> Job:
 
 
 def measure_load(
-    servers: Sequence[Server], options: argparse.Namespace, measurement: Measurement
+    options: argparse.Namespace, servers: Sequence[Server], job: Job, measurement: Measurement
 ) -> None:
     """Warm up with prompts of a load and short answers, send it, and measure the answers."""
     load = next(load for load in options.loads if load.name == measurement.load)
-    vocabulary = model_config(options.model)["vocab_size"]
+    vocabulary = model_config(job.model)["vocab_size"]
 
     async def in_time(requests: Sequence[Request], note: Callable[[int], object]) -> list[Answer]:
         async with asyncio.timeout(LOAD_SECONDS):
@@ -180,11 +181,8 @@ def main(argv: Sequence[str]) -> int:
     def measurements_of(job: Job) -> list[Measurement]:
         return [Measurement(system=job.system, load=load.name) for load in options.loads]
 
-    def measure_one(servers: Sequence[Server], job: Job, measurement: Measurement) -> None:
-        measure_load(servers, options, measurement)
-
-    jobs, out = options.jobs, options.out
-    return measure_all(results, jobs, measurements_of, measure_one, write_results, out)
+    measure_one, out = partial(measure_load, options), options.out
+    return measure_all(results, options.jobs, measurements_of, measure_one, write_results, out)
 
 
 if __name__ == "__main__":

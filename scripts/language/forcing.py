@@ -71,11 +71,6 @@ class Forced(NamedTuple):
         logits = torch.from_numpy(np.fromfile(self.file, np.float32))
         return logits.view(len(self.tokens), -1)[first:].double().log_softmax(-1)
 
-    @property
-    def first_sparse(self) -> int:
-        """The first token that was predicted by sparse attention; the last ones are."""
-        return len(self.tokens) - int(self.statistics.get("sparse_steps", 0))
-
 
 def force(server: Client, prompt: Sequence[int], tokens: Sequence[int], file: Path) -> Forced:
     """Let a server decode given tokens after a prompt.

@@ -29,20 +29,17 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: one of them is no event.
     """
-    return map(_read_event, sorted(folder.glob("*.pt")))
-
-
-def _read_event(path: Path) -> dict[str, Any]:
-    try:
-        with torch.serialization.safe_globals([range]):
-            event = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path}: not an event of a recording ({error})") from None
-    if not isinstance(event, dict) or event.get("kind") not in _KINDS:
-        raise ValueError(f"{path}: not an event of a recording")
-    if event["kind"] == "config":
-        event["config"] = msgspec.convert(event["config"], CacheRankConfig)
-    return event
+    for path in sorted(folder.glob("*.pt")):
+        try:
+            with torch.serialization.safe_globals([range]):
+                event = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
+            raise ValueError(f"{path}: not an event of a recording ({error})") from None
+        if not isinstance(event, dict) or event.get("kind") not in _KINDS:
+            raise ValueError(f"{path}: not an event of a recording")
+        if event["kind"] == "config":
+            event["config"] = msgspec.convert(event["config"], CacheRankConfig)
+        yield event
 
 
 class Recorded(NamedTuple):

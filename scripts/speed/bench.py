@@ -142,10 +142,18 @@ class _Bench:
         return steps >= self._plan.settle
 
     async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for reports until a condition holds.
+
+        Raises:
+            NotMeasuredError: a request has ended before.
+            aiohttp.ClientError: the server is gone.
+        """
         while not condition():
-            for task in self._tasks:
-                if task.done():
-                    raise NotMeasuredError(f"{_ending(task)}; {self._situation()}")
+            for task in filter(asyncio.Task.done, self._tasks):
+                error = task.exception()
+                if error and not isinstance(error, ServerError):
+                    raise error
+                raise NotMeasuredError(f"{error or 'a request ended'}; {self._situation()}")
             self._changed.clear()
             await self._changed.wait()
 
@@ -164,16 +172,3 @@ class _Bench:
         started = sum(answer.written > 0 for answer in self._batch)
         settled = sum(map(self._is_settled, self._batch))
         return f"{started} of {len(self._batch)} requests had started and {settled} were settled"
-
-
-def _ending(task: asyncio.Task[None]) -> str:
-    """How a request ended before its time.
-
-    Raises:
-        aiohttp.ClientError: the server is gone.
-    """
-    try:
-        task.result()
-    except ServerError as error:
-        return str(error)
-    return "a request ended"
