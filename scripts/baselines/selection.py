@@ -135,13 +135,9 @@ class Selection:
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, lists: Tensor, attended: Tensor, scale: float
 ) -> Tensor:
-    """Attend to lists of pool rows, in plain torch, see Step: (B, Hq, D) of the queries' dtype.
+    """Attend to the lists of a step, in plain torch: (B, Hq, D) as queries are.
 
-    Args:
-        queries: (B, Hq, D).
-        keys, values: (pool rows, Hkv, D).
-        lists, attended: of a step.
-        scale: factor on the logits.
+    Keys and values are the pool's, (pool rows, Hkv, D).
     """
     heads, out = lists.shape[1], torch.empty_like(queries)
     picked = (lists // heads).expand(-1, keys.shape[1], -1)

@@ -40,11 +40,8 @@ def synthetic_sample(
       token becomes the strongest of them and the others fade, so that attention is peaked, and
       changes slowly. Each query head has targets of its own.
 
-    Left out are attention sinks and neighbours that resemble each other.
-
-    Args:
-        tokens, steps: length of the sequence, and how many of the newest tokens have queries.
-        layers, query_heads, kv_heads, head_dim: shape; the last is a multiple of 16.
+    Left out are attention sinks and neighbours that resemble each other. The newest `steps` tokens
+    have queries. `head_dim` is a multiple of 16.
 
     Raises:
         ValueError: the shape cannot be made.

@@ -75,11 +75,8 @@ class Forced(NamedTuple):
 def force(server: Client, prompt: Sequence[int], tokens: Sequence[int], file: Path) -> Forced:
     """Let a server decode given tokens after a prompt.
 
-    Args:
-        server: was started with SERVER_FLAGS, on this machine, in the folder of this package.
-        prompt: token ids that are read before.
-        tokens: the token ids to decode.
-        file: is written, see Forced.
+    The server was started with SERVER_FLAGS, on this machine, in the folder of this package. The
+    file is written, see Forced.
 
     Raises:
         ServerError: it did not decode these tokens.

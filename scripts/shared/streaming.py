@@ -51,15 +51,7 @@ async def follow(
     note: Callable[[int], object],
     **sampling: Any,
 ) -> None:
-    """Ask a server for an answer of fixed length, and note each chunk of it.
-
-    Args:
-        session: of `connect`.
-        url: of the server.
-        prompt: token ids.
-        answer: takes what is reported.
-        note: is told how many tokens each chunk has brought.
-        sampling: parameters of the request.
+    """Ask a server for an answer of fixed length, and `note` how many tokens each chunk brings.
 
     Raises:
         ServerError: the server refuses the request, or ends it with an error.

@@ -31,11 +31,7 @@ DUMMY_LARGEST = 1e-3
 def norms_for_unit_logits(config: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """Weights of the norms before attention that make logits of about unit variance.
 
-    Args:
-        config: the config.json of a Qwen3 or Llama model.
-
-    Returns:
-        Names as in a checkpoint, and values in bfloat16.
+    The model is a Qwen3 or Llama. Names are as in a checkpoint.
     """
     hidden = config["hidden_size"]
     # A projection multiplies the standard deviation of a normalized vector by this.
@@ -54,12 +50,9 @@ def norms_for_unit_logits(config: dict[str, Any]) -> list[tuple[str, Tensor]]:
 
 
 def write_blank(folder: Path, config: dict[str, Any], engine: dict[str, Any]) -> None:
-    """Write one: random directions where only these are told, and keys sketched as they are.
+    """Write a calibration by a model's config.json and the arguments of its server.
 
-    Args:
-        folder: to write.
-        config: the model's config.json.
-        engine: the arguments of the server.
+    It has random directions where only these are told, and sketches keys as they are.
     """
     arguments = compat.default_values(CacheRankServerArgs) | engine
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]

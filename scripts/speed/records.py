@@ -69,10 +69,9 @@ def summarize(measurement: Measurement, seconds: Sequence[float]) -> None:
 def exchange_between(
     start: dict[str, Any], before: dict[str, Any], after: dict[str, Any]
 ) -> dict[str, float]:
-    """What the exchange did in the measured steps; nothing without a cache rank.
+    """What the exchange did between two states of the inference rank; nothing without a cache rank.
 
-    Args:
-        start, before, after: the inference rank's state when the shape began, and around the steps.
+    `start` is the state when the shape began.
     """
 
     def grown(name: str, since: dict[str, Any] = before) -> float:

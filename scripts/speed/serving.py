@@ -75,15 +75,12 @@ def measure_all(
 ) -> int:
     """Measure what there is to measure, and write the results whenever there are new ones.
 
-    A failure ends the measurements of its job.
+    Jobs are served one after the other. A failure ends the measurements of its job. What servers
+    print goes to `logs` in the folder.
 
     Args:
-        results: takes the measurements.
-        jobs: are served one after the other.
         measurements_of: makes the measurements of a job, to be filled in.
         measure: fills in one of them.
-        write: writes the results into a folder; the files.
-        out: this folder; what servers print goes to `logs` in it.
 
     Returns:
         The exit status: 1 if something could not be measured.
