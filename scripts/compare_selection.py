@@ -34,7 +34,7 @@ from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.selector import Selector
 from scripts.accuracy.pointer_chase import make_chain
-from scripts.formats.recall import measure_recall
+from scripts.formats.quality import measure_recall
 from scripts.shared.command import make_parser, run
 from scripts.shared.models import BUNDLED_FOLDER
 from scripts.shared.recordings import Recorded, read_recording

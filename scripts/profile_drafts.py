@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
                 measure(server, texts, lengths, found[-1])
         head = provenance([command_line("profile_drafts", argv)], describe(visible_gpus()))
         text = report_of(found, options.drafts, head)
-        files = write_report(options.out, "results", msgspec.to_builtins(found), text)
+        files = write_report(options.out, "results", found, text)
     print(*files, sep="\n")
     return 0
 

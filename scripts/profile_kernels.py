@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from cache_rank.kernels.select import select_step, select_workspace
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.command import make_parser
 from scripts.shared.report import number, table_of
-from scripts.speed.attention import attention_table, measure_attention
+from scripts.speed.attention import SHAPES, attention_cells, attention_rows
 from scripts.speed.timing import median_microseconds
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -141,41 +141,25 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
     yield row(f"scatter, {size}", median_microseconds(scatter), plain, moved)
 
 
-def measure(rows: int, tokens: int) -> dict[str, Any]:
-    """Time the kernels over so many sequences of so many tokens; `--json`.
+def kernel_cells(row: dict[str, Any]) -> dict[str, str]:
+    """One of these in a table."""
+    return {
+        "kernel": row["kernel"],
+        "µs": number(row["us"], 0),
+        "torch, µs": number(row["torch_us"], 0),
+        "MB": number(row["bytes"] / 1e6, 0),
+        "share of copy": number(row["share"]),
+    }
 
-    Says each time as soon as there is one: some kernels take long to compile.
-    """
+
+def config_of(rows: int) -> CacheRankConfig:
+    """The cache rank whose kernels are timed."""
     model = ModelShape(36, QUERY_HEADS, KV_HEADS, HEAD_DIM, "bfloat16", HEAD_DIM**-0.5)
-    config = CacheRankConfig(
-        model, layers_per_group=GROUP_LAYERS, kv_residency="bf16", max_rows=rows
-    )
-    bandwidth = copy_bandwidth()
-    results: list[dict[str, Any]] = []
-    for row in kernel_rows(config, rows, tokens):
-        print(f"{row['kernel']}: {row['us']:.0f} µs", file=sys.stderr, flush=True)
-        row["share"] = row["bytes"] / (1e-6 * row["us"]) / bandwidth
-        results.append(row)
-    shape = f"{rows} x {tokens} tokens, {torch.cuda.get_device_name()}"
-    return {"shape": shape, "copy_bytes_per_second": bandwidth, "rows": results}
-
-
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """A table of the kernels."""
-    return table_of(
-        {
-            "kernel": row["kernel"],
-            "µs": number(row["us"], 0),
-            "torch, µs": number(row["torch_us"], 0),
-            "MB": number(row["bytes"] / 1e6, 0),
-            "share of copy": number(row["share"]),
-        }
-        for row in rows
-    )
+    return CacheRankConfig(model, layers_per_group=GROUP_LAYERS, kv_residency="bf16", max_rows=rows)
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure and print, each time also as soon as there is one: some kernels compile for long."""
     parser = make_parser("profile_kernels", __doc__)
     parser.add_argument("--rows", type=int, default=8, help="requests")
     parser.add_argument("--tokens", type=int, default=32768, help="of each request")
@@ -188,16 +172,24 @@ def main() -> None:
     if options.tokens % PAGE_TOKENS:
         sys.exit(f"error: --tokens must be a multiple of {PAGE_TOKENS}")
     torch.set_grad_enabled(False)
+    bandwidth = copy_bandwidth()
+    timed: Iterator[dict[str, Any]]
     if options.attend:
-        with DEVICE:
-            report = measure_attention(options.queries, copy_bandwidth())
-        text = attention_table(report["rows"])
+        torch.set_default_device(DEVICE)
+        shape, cells = f"{options.queries} queries a request", attention_cells
+        timed = (row for one in SHAPES for row in attention_rows(*one, options.queries))
     else:
-        report = measure(options.rows, options.tokens)
-        text = markdown(report["rows"])
-    bandwidth = report["copy_bytes_per_second"] / 1e12
-    print(f"{report['shape']}, copy {bandwidth:.2f} TB/s\n\n{text}")
+        shape, cells = f"{options.rows} x {options.tokens} tokens", kernel_cells
+        timed = kernel_rows(config_of(options.rows), options.rows, options.tokens)
+    results = []
+    for row in timed:
+        seconds = 1e-3 * row["ms"] if options.attend else 1e-6 * row["us"]
+        results.append({**row, "share": row["bytes"] / seconds / bandwidth})
+        print(*cells(results[-1]).values(), sep=", ", file=sys.stderr, flush=True)
+    shape = f"{shape}, {torch.cuda.get_device_name()}"
+    print(f"{shape}, copy {bandwidth / 1e12:.2f} TB/s\n\n{table_of(map(cells, results))}")
     if options.json:
+        report = {"shape": shape, "copy_bytes_per_second": bandwidth, "rows": results}
         options.json.write_text(json.dumps(report, indent=1))
 
 

@@ -19,26 +19,40 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 from tqdm import tqdm
 
-from scripts.reasoning.client import Answer, send
+from scripts.reasoning.client import send
 from scripts.reasoning.loads import Load, Request
-from scripts.reasoning.measures import Measurement, measure
-from scripts.reasoning.report import write_results
-from scripts.shared import machine
-from scripts.shared.command import command_line, explained, make_parser, run
+from scripts.reasoning.measures import Measurement, Run, measure
+from scripts.shared.command import explained, make_parser, run
 from scripts.shared.comparison import GRAPH_BATCHES
 from scripts.shared.models import model_config
+from scripts.shared.report import number, percent, table_of
 from scripts.shared.serving import Server
+from scripts.shared.streaming import Answer
 from scripts.shared.systems import System
 from scripts.speed.jobs import SEED, Job, Shape, add_engine_options, make_job
 from scripts.speed.serving import Results, measure_all
 
 WARM_UP_TOKENS = 32
 LOAD_SECONDS = 3600
+
+EXPLANATION = """\
+A load is STREAMSxPROMPT+ANSWER in tokens. Tokens/s is from the first request sent to the last
+token. TTFT and TPOT are of requests. The gap is the longest time that a stream was silent after its
+first token, and its context then. Sparse are the requests that were sparse at all, and the share of
+all tokens that sparse steps wrote.
+
+By context: tokens/s of all streams together by their mean context, while 90 % of them decode."""
+
+# Okabe and Ito's colours, which colour-blind readers can tell apart.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -73,11 +87,11 @@ def job_of(label: str, options: argparse.Namespace) -> Job:
 
 
 def measure_load(
-    servers: Sequence[Server], options: argparse.Namespace, measurement: Measurement
+    options: argparse.Namespace, servers: Sequence[Server], job: Job, measurement: Measurement
 ) -> None:
     """Warm up with prompts of a load and short answers, send it, and measure the answers."""
     load = next(load for load in options.loads if load.name == measurement.load)
-    vocabulary = model_config(options.model)["vocab_size"]
+    vocabulary = model_config(job.model)["vocab_size"]
 
     async def in_time(requests: Sequence[Request], note: Callable[[int], object]) -> list[Answer]:
         async with asyncio.timeout(LOAD_SECONDS):
@@ -94,20 +108,81 @@ def measure_load(
         measurement.run = measure(load, answers, time.process_time() - busy)
 
 
+def write_results(results: Results, out: Path) -> list[Path]:
+    """Write results.json, results.md and a plot, if there is Matplotlib; the files."""
+    loads: dict[str, dict[str, Run]] = {}
+    for measurement in results.measurements:
+        if measurement.run:
+            loads.setdefault(measurement.load, {})[measurement.system] = measurement.run
+    tables = table_of(map(_row, results.measurements)), *map(_curves, loads, loads.values())
+    files = results.write(out, "Reasoning loads", EXPLANATION, *tables)
+    if loads and importlib.util.find_spec("matplotlib"):
+        files += _plot(loads, out / "tokens-by-context")
+    return files
+
+
+def _row(m: Measurement) -> dict[str, str]:
+    cells = {"load": m.load, "system": m.system}
+    if not m.run:
+        return cells | {"tokens/s": m.failure}
+    return cells | {
+        "tokens/s": number(m.run.tokens_per_second, 0),
+        "tokens": str(m.run.tokens),
+        "seconds": number(m.run.seconds, 1),
+        "TTFT s p50, p99": f"{number(m.run.ttft_p50)}, {number(m.run.ttft_p99)}",
+        "TPOT ms p50, p99": f"{number(1e3 * m.run.tpot_p50)}, {number(1e3 * m.run.tpot_p99)}",
+        "longest gap": f"{number(m.run.gap.seconds, 3)} s at {m.run.gap.context}",
+        "sparse": f"{m.run.sparse_requests} of {m.run.requests}, {percent(m.run.sparse_share)}",
+        "GiB per GPU": m.memory,
+        "client busy": percent(m.run.client_share, 0),
+    }
+
+
+def _curves(load: str, runs: dict[str, Run]) -> str:
+    """Tokens/s of one load by context, a column a system."""
+    contexts = sorted({context for one in runs.values() for context in one.curve})
+    return table_of(
+        {
+            "load": load,
+            "context from": str(context),
+            **{system: number(one.curve.get(context), 0) for system, one in runs.items()},
+        }
+        for context in contexts
+    )
+
+
+def _plot(loads: dict[str, dict[str, Run]], stem: Path) -> list[Path]:
+    """Draw tokens/s by context, a panel a load."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    figure = Figure((3 + 3.5 * len(loads), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(loads), squeeze=False)[0]
+    for axes, (load, runs) in zip(panels, loads.items(), strict=True):
+        axes.set_prop_cycle(color=COLOURS, marker=list("osD^vPX*"))
+        for system, one in runs.items():
+            axes.plot(list(one.curve), list(one.curve.values()), label=system, markersize=4)
+        axes.set(title=load, xlabel="mean context", ylabel="tokens/s of all streams")
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, frameon=False)
+    files = [stem.with_suffix(f".{kind}") for kind in ("png", "svg")]
+    with matplotlib.rc_context({"svg.hashsalt": stem.name}):  # the same figure gives the same bytes
+        figure.savefig(files[0], dpi=150)
+        figure.savefig(files[1], metadata={"Date": None})
+    return files
+
+
 def main(argv: Sequence[str]) -> int:
     """Run; the exit status."""
     options = parse_options(argv)
-    described = machine.describe(machine.visible_gpus())
-    results = Results([command_line("profile_reasoning", argv)], described, options.jobs)
+    results = Results.of("profile_reasoning", argv, options.jobs)
 
     def measurements_of(job: Job) -> list[Measurement]:
         return [Measurement(system=job.system, load=load.name) for load in options.loads]
 
-    def measure_one(servers: Sequence[Server], job: Job, measurement: Measurement) -> None:
-        measure_load(servers, options, measurement)
-
-    jobs, out = options.jobs, options.out
-    return measure_all(results, jobs, measurements_of, measure_one, write_results, out)
+    measure_one, out = partial(measure_load, options), options.out
+    return measure_all(results, options.jobs, measurements_of, measure_one, write_results, out)
 
 
 if __name__ == "__main__":

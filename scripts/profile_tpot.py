@@ -8,22 +8,29 @@
 Each system is served on GPUs of its own: one that fails is a line in the table, and its log is in
 OUT/logs. The exit status is 1 then. Results are written as they come, in JSON and Markdown;
 `--resume` measures what is missing, on the same kind of GPUs and with the same settings.
-Weights are random numbers in the shapes of `model_shapes`; see scripts.speed.weights for which.
+Weights are random numbers in the shapes of `model_shapes`; see scripts.speed.calibration for which.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from scripts.shared import machine
-from scripts.shared.command import command_line, explained, make_parser, run
+from scripts.shared.command import explained, make_parser, run
+from scripts.shared.report import number, table_of
 from scripts.speed.bench import measure_shape
 from scripts.speed.jobs import Job, Shape, add_engine_options, make_job
 from scripts.speed.records import Measurement
-from scripts.speed.report import read_results, write_results
 from scripts.speed.serving import Results, measure_all
+
+EXPLANATION = """\
+TPOT is the median decode step of the batch (p10–p90), and its spread is that of the windows'
+medians; all systems are measured from the same stream of tokens."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -38,16 +45,16 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         options.jobs = [make_job(label, options.shapes, options) for label in options.systems]
     except ValueError as error:
         parser.error(str(error))
-    described = machine.describe(machine.visible_gpus())
-    options.results = Results([], described, conditions=conditions(options, described))
+    results = options.results = Results.of("profile_tpot", argv, [])
+    results.conditions = conditions(options, results.machine)
     earlier = read_results(options.out)
     if earlier.measurements and not options.resume:
         parser.error(f"{options.out} has results: pass --resume, or another --out")
     if earlier.measurements:
-        if (then := earlier.conditions) != (now := options.results.conditions):
+        if (then := earlier.conditions) != (now := results.conditions):
             parser.error(f"{options.out} was measured with {then}, not {now}: pass another --out")
         options.results = earlier
-    options.results.commands.append(command_line("profile_tpot", argv))
+        earlier.commands += results.commands
     return options
 
 
@@ -57,6 +64,40 @@ def conditions(options: argparse.Namespace, described: dict[str, Any]) -> dict[s
     versions = {name: described.get(name) for name in machine.VERSIONS}
     kinds = sorted(set(described["gpus"]))  # not how many: jobs get as many as they need
     return {"model": options.model, **settings, **options.engine, "GPUs": kinds, **versions}
+
+
+def read_results(out: Path) -> Results:
+    """What a folder holds that was measured, less the failures."""
+    if not (file := out / "results.json").is_file():
+        return Results([], {})
+    results = msgspec.json.decode(file.read_bytes(), type=Results)
+    measurements = msgspec.convert(results.measurements, list[Measurement])
+    results.measurements = [one for one in measurements if not one.failure]
+    return results
+
+
+def write_results(results: Results, out: Path) -> list[Path]:
+    """Write the measurements and a table into a folder; the files."""
+    by_shape = sorted(results.measurements, key=lambda m: (m.shape.context, m.shape.batch))
+    return results.write(out, "Time per output token", EXPLANATION, table_of(map(_row, by_shape)))
+
+
+def _row(m: Measurement) -> dict[str, str]:
+    cells = {"batch × context": f"{m.shape.batch} × {m.shape.context}", "system": m.system}
+    if m.mean_ms is None:
+        return cells | {"TPOT ms": m.failure}
+    return cells | {
+        "TPOT ms": number(m.tpot_ms),
+        "spread": f"{number(min(m.medians))}–{number(max(m.medians))}",
+        "p10–p90": f"{number(m.p10_ms)}–{number(m.p90_ms)}",
+        "mean ms": number(m.mean_ms),
+        "tokens/s": number(1e3 * m.shape.batch / m.mean_ms, 0),
+        "attended": number(m.attended_tokens, 0),
+        "sparse steps": number(m.sparse_steps, 0),
+        "prefill s": number(m.prefill_seconds, 1),
+        "GiB per GPU": m.memory,
+        **{name: number(value) for name, value in m.exchange.items()},
+    }
 
 
 def main(argv: Sequence[str]) -> int:

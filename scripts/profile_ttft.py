@@ -28,10 +28,9 @@ import msgspec
 from cache_rank.channels.rate import LINK_GBPS_VARIABLE
 from scripts.reasoning.client import send
 from scripts.reasoning.loads import Request
-from scripts.shared import machine
-from scripts.shared.command import command_line, make_parser, run
+from scripts.shared.command import make_parser, run
 from scripts.shared.models import model_config
-from scripts.shared.report import number, provenance, table_of, write_report
+from scripts.shared.report import number, table_of
 from scripts.shared.serving import Client, Server
 from scripts.speed import serving
 from scripts.speed.jobs import SEED, Job, Shape, add_engine_options, make_job, make_prompts
@@ -126,9 +125,7 @@ def converse(client: Client, texts: list[list[int]], turns: list[Asked]) -> None
 def write_results(results: Results, out: Path) -> list[Path]:
     """Write the measurements and a table into a folder; the files."""
     rows = (row for each in results.measurements for row in _rows(each))
-    head = f"# Time to the first token: {results.jobs[0].model}"
-    parts = [head, provenance(results.commands, results.machine), EXPLANATION, table_of(rows)]
-    return write_report(out, "results", results, "\n\n".join(parts))
+    return results.write(out, "Time to the first token", EXPLANATION, table_of(rows))
 
 
 def _rows(m: Measurement) -> list[dict[str, str]]:
@@ -151,8 +148,7 @@ def _rows(m: Measurement) -> list[dict[str, str]]:
 def main(argv: Sequence[str]) -> int:
     """Run; the exit status."""
     options = parse_options(argv)
-    described = machine.describe(machine.visible_gpus())
-    results = Results([command_line("profile_ttft", argv)], described, options.jobs)
+    results = Results.of("profile_ttft", argv, options.jobs)
 
     def measurements_of(job: Job) -> list[Measurement]:
         return [Measurement(system=job.system, length=length) for length in options.lengths]

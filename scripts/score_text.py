@@ -27,7 +27,7 @@ from transformers import AutoTokenizer
 from scripts.language import forcing
 from scripts.language.divergence import compare, kl_by_token
 from scripts.language.forcing import Forced, force
-from scripts.language.report import Report, Score, TextRun, write_report
+from scripts.language.report import Report, Score, TextRun, markdown
 from scripts.shared.command import make_parser, run
 from scripts.shared.comparison import (
     Load,
@@ -39,6 +39,7 @@ from scripts.shared.comparison import (
     start_run,
 )
 from scripts.shared.models import folder_of
+from scripts.shared.report import write_report
 from scripts.shared.serving import Client, ServerError
 from scripts.shared.systems import CACHE_RANK, DECODE_MODES, DENSE, INLINE, System
 from sglang_ext.calibration.texts import LONGEST_TOKEN, TEXTS, find_text
@@ -142,9 +143,9 @@ class Scoring:
         options, statistics = self._options, forced.statistics
         first = len(forced.tokens) - options.tokens  # that counts
         # The first token comes from the prefill, which is dense in every system.
-        sparse_from = forced.first_sparse if system.has_cache_rank else 1
-        if not system.is_sparse:
-            sparse_from = first
+        sparse_from = 1 if system.is_sparse else first
+        if system.has_cache_rank:  # the last tokens are sparse
+            sparse_from = len(forced.tokens) - statistics.get("sparse_steps", 0)
         if sparse_from > first:
             reason = statistics["dense_reason"] or "waits for its selection"
             raise ServerError(
@@ -193,7 +194,8 @@ def score(options: argparse.Namespace, argv: Sequence[str]) -> TextRun:
         serve_each(others, options, load, found, scoring.decode)
     finally:
         shutil.rmtree(options.out / "logits", ignore_errors=True)
-        print(*write_report(Report(found, scoring.scores), options.out), sep="\n")
+        report = Report(found, scoring.scores)
+        print(*write_report(options.out, "results", report, markdown(report)), sep="\n")
     return found
 
 

@@ -205,13 +205,12 @@ def files_in(*places: Path) -> set[str]:
 
     Without the metrics of processes that live, which are made when something is first counted.
     """
-    found = (path for place in places for path in place.rglob("*"))
-    return {str(path) for path in found if not _is_of_a_living_process(path.name)}
-
-
-def _is_of_a_living_process(name: str) -> bool:
-    metrics = METRICS_OF_A_PROCESS.fullmatch(name)
-    return metrics is not None and psutil.pid_exists(int(metrics[1]))
+    found = set()
+    for path in (path for place in places for path in place.rglob("*")):
+        metrics = METRICS_OF_A_PROCESS.fullmatch(path.name)
+        if metrics is None or not psutil.pid_exists(int(metrics[1])):
+            found.add(str(path))
+    return found
 
 
 def main(argv: Sequence[str]) -> int:

@@ -79,7 +79,7 @@ def device() -> torch.device:
 @pytest.fixture(scope="session")
 def language_model() -> Path:
     """The folder of SmolLM2-135M-Instruct, which is fetched where it is missing."""
-    from scripts.language.fetching import FetchError, fetch
+    from scripts.fetch_model import FetchError, fetch
     from scripts.shared.models import fetched_folder
 
     folder = fetched_folder("smollm2")

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.select.reference import top_tokens
+
 
 class Budget(NamedTuple):
     """Which tokens a decode step attends to: sinks, the newest, and the best of those between.
@@ -179,25 +181,23 @@ def select(
             `Budget.attended_of` says how many are written.
     """
     page = budget.page
-    heads = scores.shape[1]
+    scores = scores.masked_fill(scores.isnan(), -torch.inf)
+    head = torch.arange(scores.shape[1], device=out.device).unsqueeze(-1)
     first, last = _candidate_pages(lengths, budget)
     recent_start = budget.recent_start_of(lengths).tolist()
     sinks = budget.sinks_of(lengths).tolist()
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
-        for head in range(heads):
-            candidates = torch.arange(first[row], last[row], device=scores.device)
-            wanted = min(budget.selected // page, len(candidates))
-            if wanted < len(candidates):
-                score = scores[row, head, first[row] : last[row]].flip(0)
-                score = score.masked_fill(score.isnan(), -torch.inf)
-                order = score.sort(descending=True, stable=True).indices[:wanted]
-                chosen = last[row] - 1 - order.sort().values
-            else:
-                chosen = candidates.flip(0)
-            tokens = [*range(sinks[row]), *range(recent_start[row], length)]
-            tokens += [first * page + i for first in chosen.tolist() for i in range(page)]
-            rows = req_to_token[slot, torch.tensor(tokens, device=out.device)]
-            out[row, head, : len(tokens)] = rows * heads + head
+        always = [*range(sinks[row]), *range(recent_start[row], length)]
+        best = top_tokens(scores[row], range(first[row], last[row]), budget.selected // page)
+        chosen = best.sort(descending=True).values.unsqueeze(-1) * page  # (H, pages, 1)
+        tokens = torch.cat(
+            (
+                torch.tensor(always, device=out.device).expand(len(head), -1),
+                (chosen + torch.arange(page, device=out.device)).flatten(1),
+            ),
+            dim=1,
+        )
+        out[row, :, : tokens.shape[1]] = req_to_token[slot][tokens] * len(head) + head
 
 
 def _candidate_pages(lengths: Tensor, budget: Budget) -> tuple[list[int], list[int]]:

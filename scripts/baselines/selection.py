@@ -12,6 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.attend.reference import attend_rows
 from scripts.baselines import kernels, reference
 from scripts.baselines.reference import Budget
 
@@ -134,22 +135,14 @@ class Selection:
 def attend(
     queries: Tensor, keys: Tensor, values: Tensor, lists: Tensor, attended: Tensor, scale: float
 ) -> Tensor:
-    """Attend to lists of pool rows, in plain torch, see Step: (B, Hq, D) of the queries' dtype.
+    """Attend to the lists of a step, in plain torch: (B, Hq, D) as queries are.
 
-    Args:
-        queries: (B, Hq, D).
-        keys, values: (pool rows, Hkv, D).
-        lists, attended: of a step.
-        scale: factor on the logits.
+    Keys and values are the pool's, (pool rows, Hkv, D).
     """
-    rows, heads, width = lists.shape
-    kv_heads = keys.shape[1]
-    entries = lists.to(torch.int64) // heads
-    own = torch.arange(kv_heads, device=keys.device)[None, :, None]
-    entries = entries.expand(rows, kv_heads, width)
-    listed = torch.arange(width, device=keys.device) < attended.view(rows, heads, 1)
-    grouped = queries.float().reshape(rows, kv_heads, -1, queries.shape[-1])
-    logits = (grouped @ keys[entries, own].float().transpose(-1, -2)) * scale
-    logits = logits.masked_fill(~listed[:, :, None], -torch.inf)
-    output = logits.softmax(dim=-1) @ values[entries, own].float()
-    return output.reshape(queries.shape).to(queries.dtype)
+    heads, out = lists.shape[1], torch.empty_like(queries)
+    picked = (lists // heads).expand(-1, keys.shape[1], -1)
+    counts = attended[::heads]  # the lists of a request are as long
+    zeros = torch.zeros_like(counts)
+    requests = picked[:, 0], zeros, counts, zeros, counts  # all of them are sparse
+    attend_rows(queries, keys, values, picked, *requests, 0, scale, out)
+    return out

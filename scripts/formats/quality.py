@@ -1,4 +1,13 @@
-"""How good a residency format is: errors, recall and attention mass."""
+"""How good a selection was by the true query of its step, and how good a residency format is.
+
+Of a selection:
+
+    recall              the share of the top k by the true query that sat in slots
+    attention mass      the share of attention probability that the slots held
+
+The tokens that compete are those of that step, and k is the slots in use. The scores are by
+whichever keys there are.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +16,12 @@ from collections.abc import Sequence
 import msgspec
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.kernels.select.reference import top_tokens
 from cache_rank.pages import PAGE_TOKENS
-from scripts.formats.recall import measure_recall
 from scripts.shared.recordings import Recorded
 
 
@@ -88,15 +97,40 @@ def _energy(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _outputs(sample: Recorded, keys: Tensor, values: Tensor) -> list[Tensor]:
-    """Attention of every step over keys and values: (layers, Hq, D) float32 each."""
+    """Attention of every step over keys and values: (layers, Hq, 1, D) float32 each."""
     outputs = []
     for position, query in zip(sample.positions, sample.queries, strict=True):
-        grouped = query.float().unflatten(1, (keys.shape[1], -1))  # (layers, Hkv, G, D)
-        logits = (
-            grouped
-            @ keys[:, :, : position + 1].float().transpose(-1, -2)
-            * sample.queries.shape[-1] ** -0.5
-        )
-        output = logits.softmax(dim=-1) @ values[:, :, : position + 1].float()
-        outputs.append(output.flatten(1, 2))
+        key, value = (part[:, :, : position + 1].float() for part in (keys, values))
+        one = query.float().unsqueeze(2)
+        outputs.append(scaled_dot_product_attention(one, key, value, enable_gqa=True))
     return outputs
+
+
+def measure_recall(
+    scores: Tensor, slot_map: Tensor, config: CacheRankConfig, position: int
+) -> Tensor:
+    """Compare the slots that a step used with exact selection by the true query of that step.
+
+    Recall is the overlap ratio of AsyncSpade, Eq. 1.
+
+    Args:
+        scores: (L, Hkv, >= position) float32 by the true queries of the step at `position`.
+        slot_map: (L, Hkv, filled) integer, the tokens in slots, chosen after `position - 1`; one
+            or more.
+        config: the cache rank's policy.
+        position: the step's position.
+
+    Returns:
+        (2, L, Hkv) float32: the share of the exact top tokens that sat in slots, and the share of
+        attention probability (the largest of each head group) outside sinks and recent tokens that
+        the slots held.
+    """
+    candidates = config.candidates_after(position - 1)
+    exact = top_tokens(scores[..., :position], candidates, slot_map.shape[-1])
+    slots = slot_map.to(torch.int64)
+    in_slots = torch.zeros_like(scores[..., :position]).scatter(-1, slots, 1.0)
+    recall = in_slots.gather(-1, exact).mean(-1)
+    probability = scores[..., : candidates.stop].exp()
+    held = probability.gather(-1, slots).sum(-1)
+    mass = held / probability[..., candidates.start :].sum(-1).clamp(min=1e-30)
+    return torch.stack((recall, mass))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.rotary.reference import rotate_to
 from scripts.shared.recordings import Recorded
 
 ROTARY_BASE = 1e6
@@ -39,11 +40,8 @@ def synthetic_sample(
       token becomes the strongest of them and the others fade, so that attention is peaked, and
       changes slowly. Each query head has targets of its own.
 
-    Left out are attention sinks and neighbours that resemble each other.
-
-    Args:
-        tokens, steps: length of the sequence, and how many of the newest tokens have queries.
-        layers, query_heads, kv_heads, head_dim: shape; the last is a multiple of 16.
+    Left out are attention sinks and neighbours that resemble each other. The newest `steps` tokens
+    have queries. `head_dim` is a multiple of 16.
 
     Raises:
         ValueError: the shape cannot be made.
@@ -88,7 +86,6 @@ def _rotated(vectors: Tensor, tokens: int) -> Tensor:
     """Vectors (..., D) under rotary embedding at each position: (..., tokens, D)."""
     half = vectors.shape[-1] // 2
     frequency = ROTARY_BASE ** (-torch.arange(half) / half)
-    angle = torch.arange(tokens).unsqueeze(-1) * frequency  # (tokens, D / 2)
-    first, second = vectors.unsqueeze(-2).chunk(2, dim=-1)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    everywhere = vectors.expand(tokens, *vectors.shape)
+    rotated = rotate_to(everywhere, torch.arange(tokens), frequency, interleaved=False, scale=1.0)
+    return rotated.movedim(0, -2)

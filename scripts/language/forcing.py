@@ -71,20 +71,12 @@ class Forced(NamedTuple):
         logits = torch.from_numpy(np.fromfile(self.file, np.float32))
         return logits.view(len(self.tokens), -1)[first:].double().log_softmax(-1)
 
-    @property
-    def first_sparse(self) -> int:
-        """The first token that was predicted by sparse attention; the last ones are."""
-        return len(self.tokens) - int(self.statistics.get("sparse_steps", 0))
-
 
 def force(server: Client, prompt: Sequence[int], tokens: Sequence[int], file: Path) -> Forced:
     """Let a server decode given tokens after a prompt.
 
-    Args:
-        server: was started with SERVER_FLAGS, on this machine, in the folder of this package.
-        prompt: token ids that are read before.
-        tokens: the token ids to decode.
-        file: is written, see Forced.
+    The server was started with SERVER_FLAGS, on this machine, in the folder of this package. The
+    file is written, see Forced.
 
     Raises:
         ServerError: it did not decode these tokens.

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from scripts.language.divergence import Divergence
-from scripts.shared import report, statistics
+from scripts.shared import statistics
 from scripts.shared.comparison import Run, describe_failures, describe_run, place_of
 from scripts.shared.report import number, table_of
 
@@ -79,11 +79,6 @@ def cells_of(scores: Iterable[Score]) -> list[Cell]:
         groups.setdefault((score.system, score.budget), []).append(score)
     cells = [Cell(*key, found) for key, found in groups.items()]
     return sorted(cells, key=lambda cell: (place_of(cell.system), cell.system, cell.budget or 0))
-
-
-def write_report(found: Report, out: Path) -> list[Path]:
-    """Write results.json and results.md; the files."""
-    return report.write_report(out, "results", found, markdown(found))
 
 
 def markdown(found: Report) -> str:

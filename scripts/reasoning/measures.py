@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from scripts.reasoning.client import Answer
 from scripts.reasoning.loads import Load
+from scripts.shared.streaming import Answer
 from scripts.speed import serving
 from scripts.speed.records import quantile
 

@@ -187,12 +187,7 @@ def serve_each(
 ) -> None:
     """Serve systems, as many at once as there are GPUs for; one that fails is noted in the run.
 
-    Args:
-        systems: what is served.
-        options: the command line.
-        load: what each server has to hold.
-        run: takes down failures.
-        use: is called with each server, from several threads.
+    `use` is called with each server, from several threads.
     """
     on_gpus = len(options.gpus)
     most = min(on_gpus, max((system.gpus for system in systems), default=1))

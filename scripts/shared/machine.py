@@ -77,15 +77,11 @@ def kill_session(leader: int, wait_seconds: float = 0.0) -> None:
 
     Those that have outlived their leader are found as well.
     """
-    members = [one for one in psutil.process_iter() if _session_of(one.pid) == leader]
-    for process in members:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    others = [process for process in members if process.pid != leader]
+    killed = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.NoSuchProcess):  # it has ended meanwhile
+            if os.getsid(process.pid) == leader:
+                process.kill()
+                killed.append(process)
+    others = [process for process in killed if process.pid != leader]
     psutil.wait_procs(others, timeout=wait_seconds)
-
-
-def _session_of(pid: int) -> int | None:
-    with contextlib.suppress(OSError):  # it has ended meanwhile
-        return os.getsid(pid)
-    return None

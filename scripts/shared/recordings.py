@@ -15,6 +15,9 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 
+_Row = dict[str, Any]
+"""One token in the layers of a group: `queries`, (layers, Hq, D), `keys`, `values` and more."""
+
 _KINDS = ("config", "load", "projection", "basis", "step")
 
 
@@ -26,20 +29,17 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: one of them is no event.
     """
-    return map(_read_event, sorted(folder.glob("*.pt")))
-
-
-def _read_event(path: Path) -> dict[str, Any]:
-    try:
-        with torch.serialization.safe_globals([range]):
-            event = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-        raise ValueError(f"{path}: not an event of a recording ({error})") from None
-    if not isinstance(event, dict) or event.get("kind") not in _KINDS:
-        raise ValueError(f"{path}: not an event of a recording")
-    if event["kind"] == "config":
-        event["config"] = msgspec.convert(event["config"], CacheRankConfig)
-    return event
+    for path in sorted(folder.glob("*.pt")):
+        try:
+            with torch.serialization.safe_globals([range]):
+                event = torch.load(path, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
+            raise ValueError(f"{path}: not an event of a recording ({error})") from None
+        if not isinstance(event, dict) or event.get("kind") not in _KINDS:
+            raise ValueError(f"{path}: not an event of a recording")
+        if event["kind"] == "config":
+            event["config"] = msgspec.convert(event["config"], CacheRankConfig)
+        yield event
 
 
 class Recorded(NamedTuple):
@@ -81,16 +81,15 @@ def read_recording(folder: Path) -> tuple[CacheRankConfig, list[Recorded]]:
     """
     config: CacheRankConfig | None = None
     loads: dict[int, list[Tensor]] = defaultdict(list)
-    # By sequence id and position; an event holds the rows of one layer group, if any.
-    decoded: dict[int, dict[int, list[_Part]]] = defaultdict(lambda: defaultdict(list))
+    # By sequence id, position and first layer; an event holds rows of one layer group, if any.
+    decoded: dict[int, dict[int, dict[int, _Row]]] = defaultdict(lambda: defaultdict(dict))
     for event in read_events(folder):
         if event["kind"] == "config":
             config = event["config"]
         if event["kind"] == "load":
             loads[event["sequence_id"]].append(event["shipment"])
         for row in event.get("rows", ()):
-            part = _Part(event["layers"].start, row["queries"], row["keys"], row["values"])
-            decoded[row["sequence_id"]][row["position"]].append(part)
+            decoded[row["sequence_id"]][row["position"]][event["layers"].start] = row
     sequences = [
         _sequence(shipments, decoded[sequence_id]) for sequence_id, shipments in loads.items()
     ]
@@ -100,27 +99,18 @@ def read_recording(folder: Path) -> tuple[CacheRankConfig, list[Recorded]]:
     return config, whole
 
 
-class _Part(NamedTuple):
-    """One token in the layers of one group."""
-
-    first_layer: int
-    queries: Tensor  # (layers, Hq, D)
-    keys: Tensor  # (layers, Hkv, D)
-    values: Tensor  # (layers, Hkv, D)
-
-
 def _sequence(
-    shipments: Sequence[Tensor], positions: Mapping[int, Sequence[_Part]]
+    shipments: Sequence[Tensor], positions: Mapping[int, Mapping[int, _Row]]
 ) -> Recorded | None:
     shipped = torch.cat(list(shipments), dim=2)
     _, layers, prompt, *_ = shipped.shape
     queries, tokens = [], []
     for position in itertools.count(prompt):
-        parts = sorted(positions.get(position, []), key=lambda part: part.first_layer)
-        if sum(len(part.keys) for part in parts) != layers:
+        rows = [row for _, row in sorted(positions.get(position, {}).items())]
+        if sum(len(row["keys"]) for row in rows) != layers:
             break
-        queries.append(torch.cat([part.queries for part in parts]))
-        tokens.append(torch.cat([torch.stack((part.keys, part.values)) for part in parts], dim=1))
+        queries.append(torch.cat([row["queries"] for row in rows]))
+        tokens.append(torch.cat([torch.stack((row["keys"], row["values"])) for row in rows], dim=1))
     if not queries:
         return None
     # (2, layers, Hkv, tokens, D)

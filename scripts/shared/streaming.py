@@ -1,8 +1,11 @@
-"""Reads the answers of running servers chunk by chunk, many at once."""
+"""Follows the answers of running servers chunk by chunk, many at once."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
@@ -11,24 +14,64 @@ import msgspec
 from scripts.shared.serving import ServerError
 
 
+@dataclass
+class Answer:
+    """What one request has reported so far."""
+
+    prompt: int  # tokens
+    sent: float = field(default_factory=time.perf_counter)  # when
+    tokens: array[int] = field(default_factory=lambda: array("q"))  # so far, one entry a chunk
+    times: array[float] = field(default_factory=lambda: array("d"))  # when each chunk came
+    cached: int = 0  # tokens of the prompt that were not computed
+    output: list[int] = field(default_factory=list)
+    statistics: dict[str, Any] = field(default_factory=dict)  # the cache rank's, in the last report
+
+    @property
+    def written(self) -> int:
+        """Tokens so far."""
+        return self.tokens[-1] if self.tokens else 0
+
+    @property
+    def sparse_steps(self) -> int:
+        """Steps over selected tokens."""
+        return int(self.statistics.get("sparse_steps", 0))
+
+
 def connect() -> aiohttp.ClientSession:
     """A session of as many requests at once, and for as long, as one likes."""
     connections, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
     return aiohttp.ClientSession(connector=connections, timeout=timeout)
 
 
-async def chunks_of(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
-) -> AsyncIterator[dict[str, Any]]:
-    """Ask `/generate` of a server, and give each chunk when it comes.
+async def follow(
+    session: aiohttp.ClientSession,
+    url: str,
+    prompt: list[int],
+    answer: Answer,
+    note: Callable[[int], object],
+    **sampling: Any,
+) -> None:
+    """Ask a server for an answer of fixed length, and `note` how many tokens each chunk brings.
 
     Raises:
         ServerError: the server refuses the request, or ends it with an error.
         aiohttp.ClientError: the server is gone.
     """
-    async with session.post(f"{url}/generate", json={**body, "stream": True}) as response:
+    parameters = {"temperature": 0.0, "ignore_eos": True, **sampling}
+    body = {"input_ids": prompt, "sampling_params": parameters, "stream": True}
+    async with session.post(f"{url}/generate", json=body) as response:
         async for line in response.content:
             if response.status != 200 or line.startswith(b'data: {"error"'):
                 raise ServerError(f"{url} answers {response.status}: {line.decode()}")
-            if line.startswith(b"data: {"):
-                yield msgspec.json.decode(line.removeprefix(b"data: "))
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = msgspec.json.decode(line.removeprefix(b"data: "))
+            meta = chunk["meta_info"]
+            new = meta["completion_tokens"] - answer.written
+            if new > 0:
+                answer.times.append(time.perf_counter())
+                answer.tokens.append(meta["completion_tokens"])
+            answer.output += chunk["output_ids"]
+            answer.cached = meta["cached_tokens"]
+            answer.statistics = meta.get("cache_rank") or answer.statistics
+            note(new)

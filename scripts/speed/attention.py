@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from cache_rank.kernels.quantspec.reference import GROUP as QUANTSPEC_GROUP
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
-from scripts.shared.report import number, percent, table_of
+from scripts.shared.report import number, percent
 from scripts.speed.timing import median_microseconds
 
 SHAPES = ((8, 8192), (8, 32768), (8, 131072), (1, 262144))
@@ -142,8 +142,8 @@ def attention_rows(rows: int, tokens: int, queries: int) -> Iterator[dict[str, A
 
     def timed(name: str, action: Callable[[], Any], moved: int, **more: Any) -> dict[str, Any]:
         shape = {"requests": rows, "tokens": tokens, "queries": queries}
-        us = median_microseconds(action, device=query.device)
-        return {**shape, "attention": name, "ms": us / 1e3, "bytes": moved, **more}
+        ms = median_microseconds(action) / 1e3
+        return {**shape, "attention": name, "ms": ms, "bytes": moved, **more}
 
     kinds: dict[str, Attention] = {"PyTorch": _torch_attention}
     if flash := _flash_attention(rows, tokens):
@@ -182,32 +182,13 @@ def attention_rows(rows: int, tokens: int, queries: int) -> Iterator[dict[str, A
         del held, decode, decode_and_attend, attend
 
 
-def measure_attention(queries: int, bandwidth: float) -> dict[str, Any]:
-    """Time attention at all SHAPES; `--attend --json`.
-
-    Says each time as soon as there is one: some kernels take long to compile.
-    """
-    results = []
-    for rows, tokens in SHAPES:
-        for row in attention_rows(rows, tokens, queries):
-            row["share"] = row["bytes"] / (1e-3 * row["ms"]) / bandwidth
-            results.append(row)
-            line = f"{rows} x {tokens}, {row['attention']}: {row['ms']:.3f} ms"
-            print(line, file=sys.stderr, flush=True)
-    shape = f"{queries} queries a request, {torch.cuda.get_device_name()}"
-    return {"shape": shape, "copy_bytes_per_second": bandwidth, "rows": results}
-
-
-def attention_table(rows: Sequence[dict[str, Any]]) -> str:
-    """A table of what `measure_attention` returns."""
-    return table_of(
-        {
-            "requests x tokens": f"{row['requests']} x {row['tokens'] // 1024} K",
-            "attention": row["attention"],
-            "ms": number(row["ms"], 3),
-            "MB moved": number(row["bytes"] / 1e6, 0),
-            "share of copy": number(row["share"]),
-            "off by": percent(row["error"], 2) if "error" in row else "",
-        }
-        for row in rows
-    )
+def attention_cells(row: dict[str, Any]) -> dict[str, str]:
+    """One of these in a table."""
+    return {
+        "requests x tokens": f"{row['requests']} x {row['tokens'] // 1024} K",
+        "attention": row["attention"],
+        "ms": number(row["ms"], 3),
+        "MB moved": number(row["bytes"] / 1e6, 0),
+        "share of copy": number(row["share"]),
+        "off by": percent(row["error"], 2) if "error" in row else "",
+    }

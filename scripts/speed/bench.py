@@ -13,14 +13,13 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import aiohttp
 
 from scripts.shared.models import model_config
 from scripts.shared.serving import Client, ServerError, cache_rank_state
-from scripts.shared.streaming import chunks_of, connect
+from scripts.shared.streaming import Answer, connect, follow
 from scripts.speed.jobs import SEED, Job, Shape, make_prompts
 from scripts.speed.records import STEPS, Measurement, exchange_between, step_times, summarize
 from sglang_ext.flags import SPARSE_THRESHOLD
@@ -34,18 +33,6 @@ SHAPE_SECONDS, ABORT_SECONDS = 300, 60
 
 class NotMeasuredError(Exception):
     """A shape could not be measured, for a reason that a table can hold."""
-
-
-@dataclass
-class Stream:
-    """What one request has reported so far."""
-
-    arrivals: list[tuple[int, float]] = field(default_factory=list)  # (tokens so far, when)
-    statistics: dict[str, int] = field(default_factory=dict)  # the cache rank's, in the last report
-
-    @property
-    def tokens(self) -> int:
-        return self.arrivals[-1][0] if self.arrivals else 0
 
 
 class Plan(NamedTuple):
@@ -95,7 +82,7 @@ def measure_shape(servers: Sequence[Client], job: Job, measurement: Measurement)
     info = servers[0].read("/server_info")
     try:
         plan = plan_batch(job, measurement.shape, info)
-        asyncio.run(_Bench(servers[0].url, job, measurement.shape, plan).measure(measurement))
+        asyncio.run(_Bench(servers[0], job, measurement.shape, plan).measure(measurement))
     except NotMeasuredError as error:
         measurement.failure = str(error).replace("|", "/")
         return
@@ -108,11 +95,11 @@ def measure_shape(servers: Sequence[Client], job: Job, measurement: Measurement)
 class _Bench:
     """Measures a shape on a running server; what the server refuses is NotMeasuredError."""
 
-    def __init__(self, url: str, job: Job, shape: Shape, plan: Plan) -> None:
-        self._url, self._job, self._plan = url, job, plan
+    def __init__(self, client: Client, job: Job, shape: Shape, plan: Plan) -> None:
+        self._client, self._job, self._plan = client, job, plan
         lengths, vocabulary = [shape.context] * shape.batch, model_config(job.model)["vocab_size"]
         self._prompts = make_prompts(lengths, vocabulary, f"{SEED} {shape}")
-        self._batch = [Stream() for _ in self._prompts]
+        self._batch = [Answer(shape.context) for _ in self._prompts]
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()  # is set by every report
 
@@ -122,86 +109,66 @@ class _Bench:
             try:
                 async with asyncio.timeout(SHAPE_SECONDS):
                     begun = time.perf_counter()
-                    start = await self._state(session)
-                    for stream, prompt in zip(self._batch, self._prompts, strict=True):
-                        interval = 1 if stream is witness else REPORT_INTERVAL
-                        follow = self._follow(session, stream, prompt, interval)
-                        self._tasks.append(asyncio.create_task(follow))
+                    start = await asyncio.to_thread(self._client.cache_rank)
+                    for answer, prompt in zip(self._batch, self._prompts, strict=True):
+                        request = follow(
+                            session,
+                            self._client.url,
+                            prompt,
+                            answer,
+                            lambda _: self._changed.set(),
+                            max_new_tokens=self._plan.most_tokens,
+                            stream_interval=1 if answer is witness else REPORT_INTERVAL,
+                        )
+                        self._tasks.append(asyncio.create_task(request))
                         self._tasks[-1].add_done_callback(lambda _: self._changed.set())
                     await self._until(lambda: all(map(self._is_settled, self._batch)))
-                    before = await self._state(session)
-                    first = witness.tokens + 2  # not the step that answered
-                    await self._until(lambda: witness.tokens >= first + STEPS)
-                    after = await self._state(session)
+                    before = await asyncio.to_thread(self._client.cache_rank)
+                    first = witness.written + 2  # not the step that answered
+                    await self._until(lambda: witness.written >= first + STEPS)
+                    after = await asyncio.to_thread(self._client.cache_rank)
             except TimeoutError:
                 raise NotMeasuredError(f"ran out of time; {self._situation()}") from None
             finally:
                 await self._abort(session)
-        summarize(measurement, step_times(witness.arrivals, first, STEPS))
-        measurement.prefill_seconds = max(one.arrivals[0][1] for one in self._batch) - begun
+        summarize(measurement, step_times(witness.tokens, witness.times, first, STEPS))
+        measurement.prefill_seconds = max(one.times[0] for one in self._batch) - begun
         measurement.exchange = exchange_between(start, before, after)
         if self._job.cache_rank:
-            measurement.sparse_steps = min(s.statistics["sparse_steps"] for s in self._batch)
+            measurement.sparse_steps = min(one.sparse_steps for one in self._batch)
 
-    def _is_settled(self, stream: Stream) -> bool:
-        statistics, cache_rank = stream.statistics, self._job.cache_rank
-        steps = statistics.get("sparse_steps", 0) if cache_rank else stream.tokens
+    def _is_settled(self, answer: Answer) -> bool:
+        steps = answer.sparse_steps if self._job.cache_rank else answer.written
         return steps >= self._plan.settle
 
     async def _until(self, condition: Callable[[], bool]) -> None:
+        """Wait for reports until a condition holds.
+
+        Raises:
+            NotMeasuredError: a request has ended before.
+            aiohttp.ClientError: the server is gone.
+        """
         while not condition():
-            for task in self._tasks:
-                if task.done():
-                    raise NotMeasuredError(f"{_ending(task)}; {self._situation()}")
+            for task in filter(asyncio.Task.done, self._tasks):
+                error = task.exception()
+                if error and not isinstance(error, ServerError):
+                    raise error
+                raise NotMeasuredError(f"{error or 'a request ended'}; {self._situation()}")
             self._changed.clear()
             await self._changed.wait()
-
-    async def _follow(
-        self, session: aiohttp.ClientSession, stream: Stream, prompt: list[int], interval: int
-    ) -> None:
-        """Decode one request, and note what it reports."""
-        parameters = {
-            "max_new_tokens": self._plan.most_tokens,
-            "temperature": 0.0,
-            "ignore_eos": True,
-            "stream_interval": interval,
-        }
-        body = {"input_ids": prompt, "sampling_params": parameters}
-        async for chunk in chunks_of(session, self._url, body):
-            meta = chunk["meta_info"]
-            if meta["completion_tokens"] > stream.tokens:
-                stream.arrivals.append((meta["completion_tokens"], time.perf_counter()))
-            stream.statistics = meta.get("cache_rank") or stream.statistics
-            self._changed.set()
 
     async def _abort(self, session: aiohttp.ClientSession) -> None:
         """End all requests, and give the server time to free what they held."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ABORT_SECONDS):
                 with contextlib.suppress(aiohttp.ClientError):  # it is gone, and they end as well
-                    await session.post(f"{self._url}/abort_request", json={"abort_all": True})
+                    await session.post(
+                        f"{self._client.url}/abort_request", json={"abort_all": True}
+                    )
                 await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.sleep(0.5)
 
-    async def _state(self, session: aiohttp.ClientSession) -> dict[str, Any]:
-        """The state of the inference rank; empty without a cache rank."""
-        async with session.get(f"{self._url}/server_info") as response:
-            return cache_rank_state(await response.json())
-
     def _situation(self) -> str:
-        started = sum(stream.tokens > 0 for stream in self._batch)
+        started = sum(answer.written > 0 for answer in self._batch)
         settled = sum(map(self._is_settled, self._batch))
         return f"{started} of {len(self._batch)} requests had started and {settled} were settled"
-
-
-def _ending(task: asyncio.Task[None]) -> str:
-    """How a request ended before its time.
-
-    Raises:
-        aiohttp.ClientError: the server is gone.
-    """
-    try:
-        task.result()
-    except ServerError as error:
-        return str(error)
-    return "a request ended"

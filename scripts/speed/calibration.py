@@ -1,16 +1,21 @@
-"""A calibration for models without weights: it takes the time of a fitted one.
+"""What models of random weights need to take the time of trained ones: norms and a calibration.
 
-Random weights leave nothing to fit, and a server that sketches keys starts with no less. Nothing is
-corrected; only what the token before tells is a random direction, because queries of zero would
-give all tokens the same score, and ties take selection longer than any model's scores do.
+SGLang's dummy weights are so small, norms included, that all logits of attention are equal: a
+selection among equal scores takes several times as long as among those of any trained model.
+
+Random weights leave nothing to fit, and a server that sketches keys starts with no less than a
+calibration. Nothing is corrected; only what the token before tells is a random direction, because
+queries of zero would give all tokens the same score.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sglang_ext import compat
 from sglang_ext.calibration.files import Calibration, Card, Fit, sources, write
@@ -19,14 +24,35 @@ from sglang_ext.calibration.key_statistics import KeyBasis
 from sglang_ext.prediction import FORECAST_GROUP_LAYERS
 from sglang_ext.server_args import CacheRankServerArgs
 
+DUMMY_LARGEST = 1e-3
+"""SGLang draws dummy weights uniformly between this and its negative."""
+
+
+def norms_for_unit_logits(config: dict[str, Any]) -> list[tuple[str, Tensor]]:
+    """Weights of the norms before attention that make logits of about unit variance.
+
+    The model is a Qwen3 or Llama. Names are as in a checkpoint.
+    """
+    hidden = config["hidden_size"]
+    # A projection multiplies the standard deviation of a normalized vector by this.
+    projection = DUMMY_LARGEST / math.sqrt(3) * math.sqrt(hidden)
+    weights = {"input_layernorm": (hidden, 1 / projection)}
+    if config["model_type"] == "qwen3":
+        weights |= {f"self_attn.{name}": (config["head_dim"], 1.0) for name in ("q_norm", "k_norm")}
+    return [
+        (
+            f"model.layers.{layer}.{name}.weight",
+            torch.full((size,), value, dtype=torch.bfloat16),
+        )
+        for layer in range(config["num_hidden_layers"])
+        for name, (size, value) in weights.items()
+    ]
+
 
 def write_blank(folder: Path, config: dict[str, Any], engine: dict[str, Any]) -> None:
-    """Write one: random directions where only these are told, and keys sketched as they are.
+    """Write a calibration by a model's config.json and the arguments of its server.
 
-    Args:
-        folder: to write.
-        config: the model's config.json.
-        engine: the arguments of the server.
+    It has random directions where only these are told, and sketches keys as they are.
     """
     arguments = compat.default_values(CacheRankServerArgs) | engine
     hidden, layers = config["hidden_size"], config["num_hidden_layers"]

@@ -41,12 +41,7 @@ class Shape(msgspec.Struct, frozen=True, order=True):
 
 
 def add_engine_options(parser: argparse.ArgumentParser, budget: int | None) -> None:
-    """Add the options of engines, of systems, and of the results.
-
-    Args:
-        parser: of a script.
-        budget: the default of --sparse-budget; None leaves it to each server.
-    """
+    """Add the options of engines, systems and results; a budget of None is left to servers."""
     add = parser.add_argument
     add("--model", "--model-path", default="qwen3-8b",
         help="a name in scripts/speed/model_shapes, `bundled`, or a folder")  # fmt: skip

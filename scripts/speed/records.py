@@ -39,18 +39,20 @@ def quantile(values: Sequence[float], share: float) -> float:
     return float(numpy.quantile(values, share, method="inverted_cdf"))
 
 
-def step_times(arrivals: Sequence[tuple[int, float]], first: int, steps: int) -> list[float]:
+def step_times(
+    tokens: Sequence[int], times: Sequence[float], first: int, steps: int
+) -> list[float]:
     """Seconds between consecutive tokens of one stream.
 
     Args:
-        arrivals: (tokens so far, when), in order; tokens that came together share their time.
+        tokens: so far, at each of `times`; tokens that came together share their time.
+        times: when they came.
         first: token whose arrival starts the first step.
         steps: how many.
 
     Raises:
         ValueError: the stream does not cover them.
     """
-    tokens, times = zip(*arrivals, strict=True)
     return numpy.diff(numpy.interp(range(first, first + steps + 1), tokens, times)).tolist()
 
 
@@ -67,10 +69,9 @@ def summarize(measurement: Measurement, seconds: Sequence[float]) -> None:
 def exchange_between(
     start: dict[str, Any], before: dict[str, Any], after: dict[str, Any]
 ) -> dict[str, float]:
-    """What the exchange did in the measured steps; nothing without a cache rank.
+    """What the exchange did between two states of the inference rank; nothing without a cache rank.
 
-    Args:
-        start, before, after: the inference rank's state when the shape began, and around the steps.
+    `start` is the state when the shape began.
     """
 
     def grown(name: str, since: dict[str, Any] = before) -> float:

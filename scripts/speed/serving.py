@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from scripts.shared import machine
+from scripts.shared.command import command_line
 from scripts.shared.comparison import ENVIRONMENT
 from scripts.shared.models import model_config
+from scripts.shared.report import provenance, write_report
 from scripts.shared.serving import Client, Server, ServerError
 from scripts.shared.systems import to_flags
-from scripts.speed.calibration import write_blank
+from scripts.speed.calibration import norms_for_unit_logits, write_blank
 from scripts.speed.jobs import Job
-from scripts.speed.weights import norms_for_unit_logits
 
 START_SECONDS = 600
 LONGEST_ERROR = 160
@@ -53,6 +54,16 @@ class Results(msgspec.Struct):
     measurements: list[Any] = []
     conditions: dict[str, Any] = {}  # that all measurements have in common
 
+    @classmethod
+    def of(cls, name: str, argv: Sequence[str], jobs: list[Job]) -> Results:
+        """None yet, of a `python -m scripts.NAME` on this machine."""
+        return cls([command_line(name, argv)], machine.describe(machine.visible_gpus()), jobs)
+
+    def write(self, out: Path, title: str, *parts: str) -> list[Path]:
+        """Write results.json, and results.md with these parts, into a folder; the files."""
+        head = f"# {title}: {self.jobs[0].model}", provenance(self.commands, self.machine)
+        return write_report(out, "results", self, "\n\n".join((*head, *parts)))
+
 
 def measure_all(
     results: Results,
@@ -64,15 +75,12 @@ def measure_all(
 ) -> int:
     """Measure what there is to measure, and write the results whenever there are new ones.
 
-    A failure ends the measurements of its job.
+    Jobs are served one after the other. A failure ends the measurements of its job. What servers
+    print goes to `logs` in the folder.
 
     Args:
-        results: takes the measurements.
-        jobs: are served one after the other.
         measurements_of: makes the measurements of a job, to be filled in.
         measure: fills in one of them.
-        write: writes the results into a folder; the files.
-        out: this folder; what servers print goes to `logs` in it.
 
     Returns:
         The exit status: 1 if something could not be measured.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.score.reference import score_tokens
-from scripts.formats.recall import measure_recall, overlap_ratio
+from scripts.formats.quality import measure_recall
 
 TOKENS = 40
 
@@ -59,10 +59,3 @@ def test_equals_counting_by_hand(model: str, held: list[int], beyond: int) -> No
             assert float(measured[0, layer, head]) == pytest.approx(recall, rel=1e-6)
             # A ratio of sums of a few float32 probabilities.
             assert float(measured[1, layer, head]) == pytest.approx(mass, rel=1e-4)
-
-
-def test_the_overlap_of_two_selections_is_what_they_share() -> None:
-    first = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]])
-    second = torch.tensor([[3, 9, 0, 8], [7, 6, 5, 4]])
-    assert overlap_ratio(first, second, 10).tolist() == [0.5, 1.0]
-    assert overlap_ratio(first, 9 - first, 10).tolist() == [0.0, 0.5]

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from scripts.language.report import Report, Score, TextRun, write_report
+from scripts.language.report import Report, Score, TextRun, markdown
 from scripts.score_text import parse_options, tokenize
+from scripts.shared.report import write_report
 
 
 def score(text: str, system: str, budget: int | None, kl: float) -> Score:
@@ -51,7 +52,8 @@ SCORES = [
 
 
 def test_a_report_has_tables(tmp_path: Path) -> None:
-    write_report(Report(RUN, SCORES), tmp_path)
+    report = Report(RUN, SCORES)
+    write_report(tmp_path, "results", report, markdown(report))
     text = (tmp_path / "results.md").read_text()
     assert "| cache-rank | 64 | 64 | 0.3000 [0.2500, 0.3500] |" in text
     assert "| oracle | 64 | 0.0100 |  |" in text  # by text

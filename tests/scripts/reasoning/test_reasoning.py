@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.profile_reasoning import parse_options
-from scripts.reasoning.client import Answer
 from scripts.reasoning.loads import Load
 from scripts.reasoning.measures import (
     curve,
@@ -19,6 +18,7 @@ from scripts.reasoning.measures import (
     measure,
     time_per_token,
 )
+from scripts.shared.streaming import Answer
 from scripts.shared.systems import to_flags
 
 DRAWN = Load.parse("64x200-1000+8000/32000")
@@ -88,7 +88,7 @@ class TestMeasures:
     def test_a_load_is_measured_from_its_first_request_to_its_last_token(self) -> None:
         load = Load.parse("2x100+100")
         answers = [steady(100, 100, 0.01, sent=5.0), steady(100, 100, 0.02, sent=5.5)]
-        answers[1].sparse_steps = 50
+        answers[1].statistics = {"sparse_steps": 50}
         run = measure(load, answers, client_seconds=0.25)
         assert (run.requests, run.tokens) == (2, 200)
         assert run.seconds == pytest.approx(2.5)

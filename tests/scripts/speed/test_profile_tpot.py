@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from scripts import profile_tpot
-from scripts.profile_tpot import main, parse_options
+from scripts.profile_tpot import main, parse_options, read_results
 from scripts.shared import machine
 from scripts.speed import serving
 from scripts.speed.bench import NotMeasuredError, plan_batch
 from scripts.speed.jobs import Job, Shape
 from scripts.speed.records import Measurement, exchange_between, step_times, summarize
-from scripts.speed.report import read_results
 
 SHAPE = Shape(8, 32768)
 
@@ -59,11 +58,10 @@ class TestJobs:
 
 class TestStatistics:
     def test_step_times(self) -> None:
-        arrivals = [(1, 0.0), (2, 1.0), (3, 1.5), (4, 3.5)]
-        assert step_times(arrivals, first=2, steps=2) == [0.5, 2.0]
+        assert step_times([1, 2, 3, 4], [0.0, 1.0, 1.5, 3.5], first=2, steps=2) == [0.5, 2.0]
 
     def test_tokens_that_arrive_together_share_their_time(self) -> None:
-        assert step_times([(1, 0.0), (4, 3.0), (5, 3.5)], first=1, steps=4) == [1.0, 1.0, 1.0, 0.5]
+        assert step_times([1, 4, 5], [0.0, 3.0, 3.5], first=1, steps=4) == [1.0, 1.0, 1.0, 0.5]
 
     def test_summary(self) -> None:
         measurement = Measurement(system="dense", shape=SHAPE)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from scripts.shared.models import model_config
-from scripts.speed.calibration import write_blank
-from scripts.speed.weights import DUMMY_LARGEST, norms_for_unit_logits
+from scripts.speed.calibration import DUMMY_LARGEST, norms_for_unit_logits, write_blank
 from sglang_ext.calibration.files import read, sources
 
 

