@@ -17,7 +17,7 @@ from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
 
 PAGE = 256
-SLOTS, LAYERS, KV_HEADS = 4, 2, 2
+SLOTS, LAYERS, KV_HEADS = 5, 2, 2
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,10 @@ from cache_rank.kernels.hack.reference import (
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
 
-RESIDENT = (300, 30, 100, 640)
+RESIDENT = (300, 0, 100, 640, 30)
 """Codes of several pages, or none, as 100 tokens have of groups of 128, and 30 of any."""
+REFUSED = len(RESIDENT)
+"""The row that is refused."""
 LAYER = 1
 
 
@@ -42,12 +44,13 @@ def held(
     name: str, device: torch.device, dtype: torch.dtype = torch.float32, head_dim: int = 64
 ) -> Held:
     """RESIDENT tokens, in pages without order; and a row that is refused."""
-    tokens = empty(name, device, dtype, head_dim=head_dim)
+    tokens = empty(name, device, dtype, pages=15, head_dim=head_dim)
     generator = torch.Generator().manual_seed(1)
-    table = torch.randperm(12, generator=generator).view(4, 3).to(device, torch.int32)
+    table = torch.randperm(15, generator=generator).view(-1, 3).to(device, torch.int32)
     for row, count in enumerate(RESIDENT):
-        load(tokens, table[row], row, 0, random_shipment(tokens, count, seed=row))
-    slots = on(device, 0, 1, 2, 3, -1)
+        if count:
+            load(tokens, table[row], row, 0, random_shipment(tokens, count, seed=row))
+    slots = on(device, *range(REFUSED), -1)
     positions = on(device, *(count - 1 for count in (*RESIDENT, 300)))
     return Held(tokens, PagedRows(torch.cat((table, table[:1])), slots, positions))
 
@@ -104,8 +107,8 @@ def test_quantspec_is_attention_to_decoded_tokens(
     sequences = held(name, device)
     queries = random_queries(sequences, count, 2)
     out, log_sums = attended(reference, sequences, queries)
-    for row in range(5):
-        if sequences.coded(row) == 0 or row == 4:
+    for row in range(REFUSED + 1):
+        if sequences.coded(row) == 0 or row == REFUSED:
             assert (out[row] == 0).all()
             assert (log_sums[row] == -torch.inf).all()
             continue
@@ -128,7 +131,7 @@ def test_hack_is_attention_to_decoded_tokens_but_for_8_bit_queries_and_weights(
     queries = random_queries(sequences, 3, 2)
     rounded = decode(encode_queries(queries, codec.partition), 8, codec.partition)
     out, log_sums = attended(reference, sequences, queries)
-    for row in filter(sequences.coded, range(4)):
+    for row in [0, 2, 3] + [4] * sequences.tokens.unfinished:
         keys, values = decoded(sequences, row)
         expected, expected_sums, weights = plain_attention(rounded[row], keys, values)
         torch.testing.assert_close(log_sums[row].double(), expected_sums, atol=1e-4, rtol=1e-5)
@@ -150,7 +153,7 @@ def test_unfinished_groups_are_encoded_as_if_they_had_no_more_tokens(
 ) -> None:
     sequences = held(name, device)
     tokens = sequences.tokens
-    for row, newer in ((0, 300 % 64), (1, 30), (2, 100 % 64)):
+    for row, newer in ((0, 300 % 64), (2, 100 % 64), (4, 30)):
         found = decoded(sequences, row)
         for codec, ring, part in zip(tokens.codecs, tokens.rings, found, strict=True):
             assert isinstance(codec, HackCodec)
