@@ -33,6 +33,7 @@ class DecodeStep:
 
     Attributes:
         running: the plan of the step being run, or None outside decode.
+        tracer: of its timeline; None if none is wanted.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class DecodeStep:
         self._shipping = shipping
         self._eviction = eviction
         self._metrics = metrics
-        self._tracer = tracer
+        self.tracer = tracer
 
     def begin_round(self, requests: list[Any], lengths: list[int], exchanges: bool) -> bool:
         """Before the steps of a round; see `StepPlanner.begin_round`.
@@ -97,7 +98,7 @@ class DecodeStep:
         return plan
 
     def announce(self, plan: StepPlan) -> None:
-        traced = self._tracer is not None and self._tracer.wants(len(plan.sparse))
+        traced = self.tracer is not None and self.tracer.wants(len(plan.sparse))
         self._cache_rank.call(lambda exchange: exchange.announce(plan.step, plan.rows, traced))
 
     def end(self, plan: StepPlan) -> None:
@@ -130,5 +131,5 @@ class DecodeStep:
             for row in plan.rows:
                 row.sequence.statistics.late_steps += 1
         self._metrics.on_step(plan.step, exchange, len(plan.sparse))
-        if self._tracer is not None:
-            self._tracer.write_when_done(exchange)
+        if self.tracer is not None:
+            self.tracer.write_when_done(exchange)

@@ -75,8 +75,8 @@ def field_of(flag: str) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-LEAST_INLINE_TOKENS = 1024
-"""SGLang's process leaves shorter requests dense, whose divergence has not been measured."""
+LEAST_SPARSE_TOKENS = 1024
+"""Shorter requests are dense by default: their divergence has not been measured."""
 
 SPARSE_THRESHOLD = 4096
 """The length from which all requests are sparse where nothing weighs steps."""
@@ -97,8 +97,8 @@ class CacheRankFlags(ServerArgs):
         int | None,
         Arg(
             help="Length in tokens from which a request is sparse; default: "
-            f"{LEAST_INLINE_TOKENS} in steps that selection makes shorter, or "
-            f"{SPARSE_THRESHOLD} with a cache rank."
+            f"{LEAST_SPARSE_TOKENS} where that makes steps shorter; with --inference-kv "
+            f"working-set {SPARSE_THRESHOLD} in any case."
         ),
     ] = None
     sparse_budget: A[
@@ -270,7 +270,12 @@ class CacheRankFlags(ServerArgs):
             return self.sparse_threshold
         if not self.selects_when_shorter:
             return SPARSE_THRESHOLD
-        return max(LEAST_INLINE_TOKENS, self.least_sparse_length)
+        return max(LEAST_SPARSE_TOKENS, self.least_sparse_length)
+
+    @property
+    def sparse_anyway_from(self) -> int:
+        """The length from which a request is sparse where nothing weighs steps."""
+        return self.sparse_threshold or max(SPARSE_THRESHOLD, self.sparse_from)
 
     @property
     def has_drafts(self) -> bool:
@@ -289,9 +294,11 @@ class CacheRankFlags(ServerArgs):
 
     @property
     def selects_when_shorter(self) -> bool:
-        """Whether a step is dense that selection would not make shorter."""
-        chosen_by_user = self.sparse_threshold is not None
-        return self.is_inline and not chosen_by_user and not self.enable_deterministic_inference
+        """Whether requests are dense where selection would not make steps shorter."""
+        if self.sparse_threshold is not None or self.enable_deterministic_inference:
+            return False
+        # Rounds of drafts by a cache rank have all drafts; what they take is not measured.
+        return self.is_inline or (self.has_cache_rank and not self.has_drafts)
 
     @property
     def on_gpu(self) -> bool:

@@ -20,7 +20,7 @@ from sglang.srt.constants import (
 )
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_ext import compat, cpu, inference_rank, selecting
+from sglang_ext import compat, cpu, exchange_times, inference_rank, selecting
 from sglang_ext.calibration.serving import CALLS
 from sglang_ext.drafts.hooks import DRAFT_HOOKS
 from sglang_ext.hook import DECODE_GRAPHS, Hook, sparse_args, verifies
@@ -173,10 +173,14 @@ def add_internal_state(result: Any, scheduler: Any, *_: Any, **__: Any) -> Any:
 
 
 def prepare_selection(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
-    """Fit sketches to the model and measure its steps, before requests come."""
+    """Before requests come, fit sketches to the model inline, and measure its steps."""
     args = sparse_args()
-    if args is not None and args.is_inline:
+    if args is None:
+        return
+    if args.is_inline:
         starting.prepare(scheduler, args)
+    else:
+        exchange_times.prepare(scheduler, args)
 
 
 def capture_both_kinds(

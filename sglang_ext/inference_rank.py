@@ -45,6 +45,7 @@ class InferenceRank:
     """Builds the parts of a decode step, and passes on SGLang's events.
 
     Attributes:
+        planner: decides what requests do in a step.
         eviction: of tokens from the pool; None when every token stays there.
         drafts: how many a round has; None where sparse steps answer.
         restoring: of prompts into the pool; None where they cannot be, or would not be exact and
@@ -78,12 +79,11 @@ class InferenceRank:
         if selection_weights is not None and selection_weights.forecasts:
             first_ones = [selection_weights.layers[group.start] for group in self.config.groups]
             watch_inputs(first_ones, self._on_input)
-        planner = StepPlanner(
+        self.planner = planner = StepPlanner(
             args, self.config, pools, self.metrics, by_kernels=self.device.type == "cuda"
         )
         self.table, self.lifecycle = planner.table, planner.lifecycle
         self.gate = make_gate(self.config, planner.numbers)
-        self._planner = planner
         evicts = args.inference_kv == "working-set"
         self.eviction = Eviction(args, pools) if evicts else None
         self.restoring: Restoring | None = None
@@ -148,7 +148,7 @@ class InferenceRank:
         self.cache_rank.call(lambda exchange: exchange.prepare_restore())
 
     def _begin_exchange(self, connection: Connection) -> Exchange:
-        slots, counters = self._planner.slots, self.metrics.counters
+        slots, counters = self.planner.slots, self.metrics.counters
         exchange = make_exchange(connection, self.config, slots, counters, self.gate)
         if self._selection_weights is not None and self._selection_weights.sketches:
             for layer in range(self.config.model.layers):
@@ -301,7 +301,8 @@ class InferenceRank:
             "sparse_budget": str(self.config.budget_curve),
             "retractions": self.cache_rank.retractions,
             "drafts": self.drafts and self.drafts.state(),
-            "steps": self._planner.steps,
+            "steps": self.planner.steps,
+            "seconds_of_steps": self.planner.payoff and self.planner.payoff._asdict(),
             **self.metrics.state(),
         }
 

@@ -129,14 +129,22 @@ class Lifecycle:
         self._reserved_tokens = 0
         self._last_sequence_id = 0
 
-    def reason_to_stay_dense(self, request: Any, length: int, is_up: bool) -> DenseReason | None:
-        """Say why a request may not begin a sequence: what is its own first, then what may pass."""
+    def reason_to_stay_dense(
+        self, request: Any, length: int, is_up: bool, pays_from: int = 0
+    ) -> DenseReason | None:
+        """Say why a request may not begin a sequence: what is its own first, then what may pass.
+
+        Args:
+            pays_from: the length from which a sparse request makes its steps shorter.
+        """
         if length < self._threshold:
             return "below_threshold"
         if asks_to_stay_dense(request):
             return "asked"
         if request.cache_rank_losses >= MOST_LOSSES:
             return "cache_rank_losses"
+        if length < pays_from:
+            return "not_shorter"
         if not is_up:
             return "down"
         if self._reserve.free_blocks == 0:

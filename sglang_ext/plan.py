@@ -22,7 +22,7 @@ from sglang_ext import compat
 from sglang_ext.command_line import make_parser, table
 from sglang_ext.flags import (
     CONFIG_KEYS,
-    LEAST_INLINE_TOKENS,
+    LEAST_SPARSE_TOKENS,
     SPARSE_THRESHOLD,
     CacheRankFlags,
     add_flags,
@@ -63,8 +63,11 @@ def plan(options: argparse.Namespace) -> str:
     config = PretrainedConfig.get_config_dict(options.model_path)[0]
     planner = Planner(GPUS[options.gpu], config, options.quantization, vars(options))
     held = planner.cache_rank_tokens(options.cache_rank_mem_fraction)
-    inline_from = options.sparse_threshold or LEAST_INLINE_TOKENS
-    sparse_from = options.sparse_threshold or SPARSE_THRESHOLD
+    sparse_from = options.sparse_threshold or LEAST_SPARSE_TOKENS
+    # Without the flag steps are dense that selection would not make shorter.
+    anyway_from = options.sparse_threshold or sys.maxsize
+    if options.inference_kv == "working-set":
+        anyway_from = options.sparse_threshold or SPARSE_THRESHOLD
 
     def row(batch: int, context: int) -> tuple[str, ...]:
         inference, cache = planner.cache_rank(batch, context)
@@ -73,14 +76,15 @@ def plan(options: argparse.Namespace) -> str:
         for name, of_gpus in ON_GPUS.items():
             dense = steps[f"dense{name}"] = planner.dense(batch, context, *of_gpus)
             room[f"dense{name}"] = planner.dense_tokens(*of_gpus)
-            if context < inline_from:
+            if context < sparse_from:
                 continue
             inline = planner.inline(batch, context, *of_gpus)
-            # Without the flag a step is dense that selection would not make shorter.
             steps[f"inline{name}"] = inline if options.sparse_threshold else min(inline, dense)
             room[f"inline{name}"] = planner.inline_tokens(*of_gpus)
-        if context >= sparse_from:
-            steps["cache rank"], room["cache rank"] = max(inference, cache), held
+        exchanged = max(inference, cache)
+        is_shorter = context >= sparse_from and exchanged < steps["dense"]
+        if is_shorter or context >= anyway_from:
+            steps["cache rank"], room["cache rank"] = exchanged, held
         else:
             hidden = "stays dense"
         if batch * context > held:

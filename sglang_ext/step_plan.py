@@ -23,7 +23,14 @@ from sglang_ext.compat import pool_state
 from sglang_ext.exchange.base import Exchange
 from sglang_ext.exchange.pinned_ring import Field, HostToDeviceRing
 from sglang_ext.exchange.slots import ExchangedRow, SlotBuffers, by_batch_row
-from sglang_ext.lifecycle import Lifecycle, Phase, SparseSequence, prepare_requests
+from sglang_ext.inline.payoff import Payoff
+from sglang_ext.lifecycle import (
+    Lifecycle,
+    Phase,
+    SparseSequence,
+    asks_to_stay_dense,
+    prepare_requests,
+)
 from sglang_ext.memory import reserve_block_rows
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, first_reserve_row
@@ -81,6 +88,8 @@ class StepPlanner:
             step whose answers are awaited and the step's own number, `exchanged` as
             by_batch_row, and `lengths`, `sources` and `targets` as in StepPlan.
         steps: how many steps have exchanged something.
+        payoff: tells where sparse requests make steps shorter; None where that is not known.
+        sparse_anyway_from: the length from which requests are sparse even if it does not.
     """
 
     def __init__(
@@ -98,6 +107,8 @@ class StepPlanner:
                 memory it is.
         """
         self.steps = 0
+        self.payoff: Payoff | None = None
+        self.sparse_anyway_from = args.sparse_anyway_from
         self.table = WorkingSetTable(pools.req_to_token, config)
         self.slots = SlotBuffers(
             config, pools.keys[args.dense_layers :], pools.values[args.dense_layers :]
@@ -115,6 +126,7 @@ class StepPlanner:
         )
         self.numbers = _step_numbers(self.table) if by_kernels else None
         self._config = config
+        self._least_sparse_length = args.sparse_from
         self._metrics = metrics
         self._req_to_token = pools.req_to_token
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -146,7 +158,8 @@ class StepPlanner:
         for request, length in zip(requests, lengths, strict=True):
             sequence = self.lifecycle.live.get(pool_state(request).req_pool_idx)
             if sequence is None:
-                sequence = self._begin(request, length, is_up, ships=ship is not None)
+                least = self.sparse_anyway_from
+                sequence = self._begin(request, length, is_up, least, ships=ship is not None)
             if sequence is not None:
                 sequences.append((sequence, length - 1))
         if ship is not None and is_up:
@@ -180,12 +193,13 @@ class StepPlanner:
         live, table, budget = self.lifecycle.live, self.table, self._config.sparse_budget
         drafts = self._config.draft_steps > 0
         shipping, sparse = Phase.SHIPPING, Phase.SPARSE  # slow to look up in every row
+        pays_from = self._pays_from(requests, lengths)
         plan = StepPlan()
         for index, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             slot, position, is_sparse = pool_state(request).req_pool_idx, length - 1, False
             sequence = live.get(slot)
             if sequence is None and not drafts:
-                sequence = self._begin(request, length, is_up)
+                sequence = self._begin(request, length, is_up, pays_from)
             if sequence is not None:
                 if sequence.phase is not sparse and is_up and not drafts:
                     self._move_on(sequence, position)
@@ -247,20 +261,47 @@ class StepPlanner:
         self.numbers.collect()
         self.table.add(self.numbers["sources"], self.numbers["targets"])
 
+    def attended(self, length: int) -> int:
+        """Tokens that a sparse request of a length attends to."""
+        return self.table.sparse_length(self._config.slots_wanted_after(length - 2))
+
+    def _pays_from(self, requests: Sequence[Any], lengths: Sequence[int]) -> int:
+        """The length from which the requests of a step may turn sparse.
+
+        They do together, if that makes steps like this one shorter. Beside sparse requests it does:
+        steps are exchanged already. Once a request is sparse, it stays so.
+        """
+        if self.payoff is None:
+            return self.sparse_anyway_from
+        least = self._least_sparse_length
+        if self.lifecycle.live:
+            return least
+        pairs = zip(requests, lengths, strict=True)
+        long_ones = [
+            length
+            for request, length in pairs
+            if length >= least and not asks_to_stay_dense(request)
+        ]
+        tokens, scored = sum(lengths), sum(long_ones)
+        attended = tokens - scored + sum(map(self.attended, long_ones))
+        if long_ones and self.payoff.is_shorter(tokens, scored, attended):
+            return least
+        return self.sparse_anyway_from
+
     def _begin(
-        self, request: Any, length: int, is_up: bool, ships: bool = True
+        self, request: Any, length: int, is_up: bool, pays_from: int, ships: bool = True
     ) -> SparseSequence | None:
         """Begin a sequence, unless there is a reason against it.
 
         One that begins must be shipped before others begin: the cache rank takes them in order.
         """
-        reason = self.lifecycle.reason_to_stay_dense(request, length, is_up)
+        reason = self.lifecycle.reason_to_stay_dense(request, length, is_up, pays_from)
         if reason is None:
             return self.lifecycle.begin(request, length) if ships else None
         statistics = request.cache_rank_statistics
         if statistics.dense_reason != reason:
             statistics.dense_reason = reason
-            if reason != "below_threshold":
+            if reason not in ("below_threshold", "not_shorter"):
                 self._metrics.series.count_dense(request, reason)
         return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from torch import Tensor
 
 from sglang_ext.inline.selection import NEVER, Selection
 from sglang_ext.inline.steps import Lengths, decode_batch
+
+logger = logging.getLogger(__name__)
 
 Verify = Callable[[Tensor, Tensor, Tensor, Lengths, Tensor], Any]
 """Verifies tokens at positions, of request slots of some lengths, and writes them to pool rows."""
@@ -118,6 +121,15 @@ class Payoff(NamedTuple):
         return lengths[at] if at < len(lengths) else None
 
 
+def say_from_where(payoff: Payoff, attended: Callable[[int], int], lengths: range) -> None:
+    """Log from which length a step selects, of 1, 8 and 64 requests; see `Payoff.shortest`."""
+    found = {requests: payoff.shortest(requests, attended, lengths) for requests in (1, 8, 64)}
+    said = ", ".join(f"{n} from {least}" if least else f"{n} never" for n, least in found.items())
+    logger.info(
+        "cache rank: steps select where that is shorter; tokens of so many requests: %s", said
+    )
+
+
 def measure(
     runner: Any, selection: Selection, tp_group: Any, verify: Verify | None = None, width: int = 1
 ) -> Payoff | None:
@@ -129,13 +141,13 @@ def measure(
         tp_group: of the ranks, on CPUs.
         width: tokens of a request that it verifies.
     """
-    requests, longest = _load(runner)
+    requests, longest = load(runner)
     shortest = max(longest // 8, width)
     if longest < max(8, 2 * shortest):
         return None
     few = max(1, requests // 4)
     seconds: dict[str, float] = {}
-    with _taking(runner, requests, longest) as rows:
+    with taking(runner, requests, longest) as rows:
         steps = _Steps(runner, selection, rows)
         for name, tokens in (("short", shortest), ("long", longest)):
             seconds[f"dense {name}"] = steps.decode(tokens, is_sparse=False)
@@ -172,7 +184,7 @@ def measure(
     return Payoff(*times, VerificationTime(step, requests, max(0.0, longer - read) / max(1, more)))
 
 
-def _load(runner: Any) -> tuple[int, int]:
+def load(runner: Any) -> tuple[int, int]:
     """How many requests are measured, and the tokens of each, in whole pages."""
     on_gpu = torch.device(runner.device).type == "cuda"
     table, pool = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool_allocator
@@ -186,7 +198,7 @@ def _load(runner: Any) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def _taking(runner: Any, requests: int, length: int) -> Iterator[Tensor]:
+def taking(runner: Any, requests: int, length: int) -> Iterator[Tensor]:
     """Give the first request slots pool rows for a while, (requests, length) int64."""
     allocator = runner.token_to_kv_pool_allocator
     table, slots = runner.req_to_token_pool.req_to_token, slice(requests)

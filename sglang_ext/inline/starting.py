@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.inline.rank import InlineRank
 from sglang_ext.inline.selection import Selection, heads_of, make_codes
 from sglang_ext.server_args import CacheRankServerArgs
-
-logger = logging.getLogger(__name__)
 
 _current: InlineRank | None = None
 
@@ -86,18 +83,10 @@ def prepare(scheduler: Any, args: CacheRankServerArgs) -> None:
         _current.drafts = DraftNumber(forwards.width - 1, measured)
     elif args.selects_when_shorter:
         _current.payoff = payoff.measure(runner, _current.selection, group)
-        _say_when_steps_select(_current, args.sparse_from, int(runner.model_config.context_len))
-
-
-def _say_when_steps_select(rank: InlineRank, least: int, longest: int) -> None:
-    if rank.payoff is None:
-        return
-    lengths = range(least, max(least, longest), 64)
-    found = {n: rank.payoff.shortest(n, rank.selection.attended, lengths) for n in (1, 8, 64)}
-    said = ", ".join(f"{n} from {least}" if least else f"{n} never" for n, least in found.items())
-    logger.info(
-        "cache rank: steps select where that is shorter; tokens of so many requests: %s", said
-    )
+        if _current.payoff is not None:
+            longest = int(runner.model_config.context_len)
+            attended = _current.selection.attended
+            payoff.say_from_where(_current.payoff, attended, range(args.sparse_from, longest, 64))
 
 
 def _fit(rank: InlineRank, scheduler: Any, args: CacheRankServerArgs) -> bool:

@@ -9,7 +9,7 @@ from workload import streamed
 
 from cache_rank.budget import DEFAULT_CURVE
 from scripts.shared.serving import Server, serve
-from sglang_ext.flags import LEAST_INLINE_TOKENS
+from sglang_ext.flags import LEAST_SPARSE_TOKENS
 
 pytestmark = pytest.mark.xdist_group("bundled server")
 
@@ -40,14 +40,18 @@ def test_a_server_with_a_cache_rank_does_too(bundled_server: Server) -> None:
     assert "--sparse-budget 40, " in bundled_server.log.read_text()
 
 
-@pytest.mark.thorough
-def test_a_server_that_is_told_no_threshold_weighs_its_steps(cache_home: Path) -> None:
-    """What is shorter on a CPU is as it may be; each step says what it was."""
-    prompt = [5 + number % 200 for number in range(LEAST_INLINE_TOKENS)]
-    with serve([], {"XDG_CACHE_HOME": str(cache_home)}) as server:
-        times = server.cache_rank()["seconds_of_steps"]
+@pytest.mark.parametrize(
+    "flags", ["--cache-rank-gpus 1", pytest.param("", marks=pytest.mark.thorough)]
+)
+def test_a_server_that_is_told_no_threshold_weighs_its_steps(cache_home: Path, flags: str) -> None:
+    """What is shorter on a CPU is as it may be; each request says what its steps were."""
+    prompt = [5 + number % 200 for number in range(LEAST_SPARSE_TOKENS)]
+    with serve(flags.split(), {"XDG_CACHE_HOME": str(cache_home)}) as server:
+        shown = server.cache_rank()
+        times = shown["seconds_of_steps"]
         assert min(*times["dense"], *times["sparse"]) >= 0
-        assert times["token_bytes"] > times["sketch_bytes"] > 0
+        assert times["token_bytes"] > times["sketch_bytes"] >= 0
+        assert shown["sparse_requests"] == 0
         assert "steps select where that is shorter" in server.log.read_text()
         whole = server.generate(prompt, 40)["meta_info"]["cache_rank"]
         assert whole["dense_reason"] == (None if whole["sparse_steps"] else "not_shorter")
@@ -55,3 +59,4 @@ def test_a_server_that_is_told_no_threshold_weighs_its_steps(cache_home: Path) -
         assert (below["sparse_steps"], below["dense_reason"]) == (0, "below_threshold")
         free = server.cache_rank()["pool_free_tokens"]
         assert free == server.read("/server_info")["max_total_num_tokens"]
+        assert server.cache_rank().get("losses", 0) == 0

@@ -16,13 +16,13 @@ CHOSEN = {"hysteresis": 256, "max_swap_tokens": 128}
 @pytest.mark.parametrize(
     ("fields", "context_length", "named"),
     [
-        ({}, 4097, None),
-        ({}, 4096, "--sparse-threshold: no request has 4096 tokens"),
+        ({}, 1025, None),
+        ({}, 1024, "--sparse-threshold: no request has 1024 tokens"),
         ({"max_running_requests": 32}, 8192, None),
         ({"max_running_requests": 65}, 8192, "--max-sparse-requests 64: up to 65 requests"),
         ({"max_swap_tokens": 15}, 8192, "--max-swap-tokens 15: a request stays dense for 69"),
-        ({"max_total_tokens": 4097, "reuse_sparse_tokens": "on"}, 8192, None),
-        ({"max_total_tokens": 4096}, 8192, "--max-total-tokens 4096"),
+        ({"max_total_tokens": 1025, "reuse_sparse_tokens": "on"}, 8192, None),
+        ({"max_total_tokens": 1024}, 8192, "--max-total-tokens 1024"),
         ({"reuse_sparse_tokens": "on", "disable_radix_cache": True}, 8192, "nothing is reused"),
         (
             {"cache_rank_transfer_backend": "peer"},

@@ -80,7 +80,7 @@ EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--disable-overlap-schedule", {"disable_overlap_schedule": True}),
     ("--sparse-threshold", {"sparse_threshold": 68}),
     ("--sparse-threshold", {"sparse_threshold": 259}),
-    ("--sparse-budget", {"sparse_budget": 4029}),
+    ("--sparse-threshold --sparse-budget", {"sparse_threshold": 4096, "sparse_budget": 4029}),
     ("--speculative-draft-weights", {"speculative_draft_weights": "int4"}),
     *(("--startup-weight-load-mode", late) for late in LATE_WEIGHTS),
 ]

@@ -13,6 +13,7 @@ from test_working_set import small_config
 
 from cache_rank.budget import BudgetCurve
 from sglang_ext.exchange.pinned_ring import RING_ENTRIES
+from sglang_ext.inline.payoff import Payoff, StepTime
 from sglang_ext.lifecycle import Phase, RequestStatistics, SparseSequence
 from sglang_ext.memory import reserve_rows
 from sglang_ext.pools import Pools
@@ -23,6 +24,7 @@ SLOTS, CONTEXT = 6, 64
 ARGS: Any = SimpleNamespace(
     dense_layers=0,
     sparse_from=12,
+    sparse_anyway_from=12,
     sink_tokens=CONFIG.sink_tokens,
     budget_curve=BudgetCurve.flat(CONFIG.sparse_budget),
     disable_radix_cache=True,
@@ -47,8 +49,8 @@ def planner_of(by_kernels: bool = False, device: str = "cpu", **changes: Any) ->
     return planner
 
 
-def request_on(slot: int) -> Any:
-    params = SimpleNamespace(custom_params=None, max_new_tokens=20)
+def request_on(slot: int, custom_params: dict[str, Any] | None = None) -> Any:
+    params = SimpleNamespace(custom_params=custom_params, max_new_tokens=20)
     return fake_request(req_pool_idx=slot, origin_input_ids=[0] * 12, sampling_params=params)
 
 
@@ -156,6 +158,46 @@ def test_without_a_cache_rank_no_sequence_begins_and_long_requests_are_counted()
     metrics.series.count_dense.assert_called_once_with(long, "down")
     assert long.cache_rank_statistics.dense_reason == "down"
     assert short.cache_rank_statistics.dense_reason == "below_threshold"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "asks", "sparse"),
+    [
+        ((30, 11), (), ()),  # 30 tokens less 11 take as long as the exchange
+        ((31, 11), (), (0,)),
+        ((22, 21), (), (0, 1)),  # together they spare 21
+        ((22, 21), (1,), ()),  # the second stays dense anyway
+        ((40, 12), (1,), (0,)),
+        ((50, 12), (0,), ()),
+    ],
+)
+def test_requests_begin_together_if_their_steps_are_shorter_then(
+    lengths: tuple[int, ...], asks: tuple[int, ...], sparse: tuple[int, ...]
+) -> None:
+    planner = planner_of()
+    assert planner.attended(30) == 11
+    planner.payoff = Payoff(StepTime(100.0, 1.0), StepTime(119.5, 1.0), 1, 0)
+    planner.sparse_anyway_from = 60
+    dense = {"cache_rank": False}
+    requests = [request_on(slot, dense if slot in asks else None) for slot in range(len(lengths))]
+    planner.plan(requests, lengths, True)
+    assert tuple(planner.lifecycle.live) == sparse
+    for slot, (request, length) in enumerate(zip(requests, lengths, strict=True)):
+        reason = request.cache_rank_statistics.dense_reason
+        why = "asked" if slot in asks else "shipping" if slot in sparse else "not_shorter"
+        assert reason == ("below_threshold" if length < 12 else why)
+
+
+def test_a_request_joins_those_that_are_sparse_and_begins_anyway_when_it_is_long() -> None:
+    planner = planner_of()
+    planner.payoff = Payoff(StepTime(100.0, 1.0), StepTime(1000.0, 1.0), 1, 0)
+    planner.sparse_anyway_from = 60
+    first, second = request_on(1), request_on(2)
+    planner.plan([first, second], [59, 12], True)
+    assert not planner.lifecycle.live
+    planner.plan([first], [60], True)
+    planner.plan([first, second], [61, 12], True)
+    assert [*planner.lifecycle.live] == [1, 2]
 
 
 def test_a_request_says_why_its_last_step_was_dense() -> None:
