@@ -27,6 +27,7 @@ from scripts.speed.bench import measure_shape
 from scripts.speed.jobs import Job, Shape, add_engine_options, make_job
 from scripts.speed.records import Measurement
 from scripts.speed.serving import Results, measure_all
+from sglang_ext.flags import SPARSE_THRESHOLD
 
 EXPLANATION = """\
 TPOT is the median decode step of the batch (p10–p90), and its spread is that of the windows'
@@ -45,6 +46,9 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         options.jobs = [make_job(label, options.shapes, options) for label in options.systems]
     except ValueError as error:
         parser.error(str(error))
+    for job in options.jobs:
+        if job.cache_rank and job.engine["sparse_threshold"] is None:
+            job.engine["sparse_threshold"] = SPARSE_THRESHOLD  # what is measured are sparse steps
     results = options.results = Results.of("profile_tpot", argv, [])
     results.conditions = conditions(options, results.machine)
     earlier = read_results(options.out)

@@ -22,7 +22,6 @@ from scripts.shared.serving import Client, ServerError, cache_rank_state
 from scripts.shared.streaming import Answer, connect, follow
 from scripts.speed.jobs import SEED, Job, Shape, make_prompts
 from scripts.speed.records import STEPS, Measurement, exchange_between, step_times, summarize
-from sglang_ext.flags import SPARSE_THRESHOLD
 
 REPORT_INTERVAL = 16
 """A request that is not the witness reports after so many tokens."""
@@ -48,9 +47,7 @@ def plan_batch(job: Job, shape: Shape, info: dict[str, Any]) -> Plan:
     Raises:
         NotMeasuredError: it makes no sense, or cannot fit.
     """
-    threshold, longest = job.engine.get("sparse_threshold"), job.engine["context_length"]
-    if threshold is None:
-        threshold = SPARSE_THRESHOLD if job.cache_rank else 0
+    threshold, longest = job.engine.get("sparse_threshold") or 0, job.engine["context_length"]
     if shape.context < threshold:
         raise NotMeasuredError(f"context is below --sparse-threshold {threshold}")
     if shape.context >= longest:
