@@ -173,6 +173,12 @@ def exchange(args: CacheRankFlags) -> Iterator[Objection]:
             "tokens lose the rows of the KV pool by which routed experts and the canary find them",
             "drop --enable-return-routed-experts and --kv-canary, or pass --inference-kv full",
         )
+    if frees_rows and args.strip_thinking_cache:
+        yield Objection(
+            "--inference-kv --strip-thinking-cache",
+            "SGLang frees all rows behind the prompt of a request, and many are freed by then",
+            "drop --strip-thinking-cache, or pass --inference-kv full",
+        )
     if args.on_gpu:
         yield from _exchange_between_gpus(args)
 

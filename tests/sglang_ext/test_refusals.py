@@ -76,6 +76,10 @@ EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--trace", {"trace": "missing-folder/trace.json"}),
     ("--trace", {"trace": "."}),
     ("--inference-kv --kv-canary", {"inference_kv": "working-set", "kv_canary": "log"}),
+    (
+        "--inference-kv --strip-thinking-cache",
+        {"inference_kv": "working-set", "strip_thinking_cache": True},
+    ),
     ("--max-queued-requests", {"max_queued_requests": 8}),
     ("--disable-overlap-schedule", {"disable_overlap_schedule": True}),
     ("--sparse-threshold", {"sparse_threshold": 68}),
