@@ -18,6 +18,7 @@ from sglang.srt.constants import (
     GPU_MEMORY_TYPE_KV_CACHE,
     GPU_MEMORY_TYPE_WEIGHTS,
 )
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_ext import compat, cpu, exchange_times, inference_rank, selecting
@@ -154,6 +155,21 @@ def resume_memory(result: Any, updater: Any, *_: Any, **__: Any) -> Any:
     if rank is not None and not WHAT_A_CACHE_RANK_NEEDS & updater.offload_tags:
         rank.cache_rank.resume()
     return result
+
+
+def update_from_disk(
+    original: Callable[..., Any], updater: Any, update: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Load weights, but refuse new graphs where those of drafts or of an exchange are made once.
+
+    A capture runs the model, and flags of an exchange count each run as a step.
+    """
+    rank = selecting.rank()
+    captures_once = inference_rank.current() is not None or (rank is not None and rank.drafts)
+    if not (update.recapture_cuda_graph and captures_once):
+        return note_new_weights(original(updater, update, *args, **kwargs))
+    why = "recapture_cuda_graph: graphs are captured once with a cache rank or drafts; drop it"
+    return UpdateWeightFromDiskReqOutput(success=False, message=why)
 
 
 def note_new_weights(result: Any, *_: Any, **__: Any) -> Any:
@@ -310,6 +326,14 @@ _ALL_HOOKS = (
             "queries are forecast by the model's projections",
         )
         for update in compat.WEIGHT_UPDATES
+        if update != "update_weights_from_disk"
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.weight_updater."
+        "SchedulerWeightUpdaterManager.update_weights_from_disk",
+        HookType.AROUND,
+        update_from_disk,
+        "queries are forecast by the model's projections; it captures graphs if it is asked to",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.weight_updater."

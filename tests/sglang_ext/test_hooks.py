@@ -204,6 +204,18 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Mock:
     return rank
 
 
+@pytest.mark.parametrize("recaptures", [False, True])
+def test_new_weights_do_not_bring_new_graphs(rank: Mock, recaptures: bool) -> None:
+    original, updater = Mock(), Mock()
+    update = Mock(recapture_cuda_graph=recaptures)
+    result = hooks.update_from_disk(original, updater, update)
+    if recaptures:
+        assert (result.success, result.message.split(":")[0]) == (False, "recapture_cuda_graph")
+    else:
+        assert result == original(updater, update)
+    assert rank.on_weights_updated.called is not recaptures
+
+
 @pytest.mark.parametrize(("mode", "retracts"), [("retract", True), ("in_place", False)])
 def test_orphans_leave_the_batch_before_a_pause_takes_their_last_result(
     rank: Mock, mode: str, retracts: bool
