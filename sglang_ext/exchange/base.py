@@ -203,6 +203,7 @@ class Exchange(ABC):
         for index, rows in enumerate(torch.cat((unwanted, pool_rows)).split(PAGE_TOKENS)):
             if index % _PAGES_UNDER_WAY == 0:
                 self._wait_for_pages(deadline)
+                deadline = time.monotonic() + self.connection.timeout
             self._receive_back(packed, deadline)
             pages.unpack_page(packed, 0)
             put_tokens(self._slots.keys, self._slots.values, rows, *pages.read_first_page())

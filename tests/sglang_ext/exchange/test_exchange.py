@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -21,6 +24,7 @@ from cache_rank.protocol import (
     Step,
     projection_shape,
 )
+from sglang_ext.exchange import base
 from sglang_ext.exchange.connection import CacheRankDownError
 from sglang_ext.exchange.host import MAX_SHIPMENTS_UNDER_WAY
 from sglang_ext.lifecycle import RequestStatistics, SparseSequence
@@ -247,3 +251,22 @@ def test_a_page_comes_back_into_its_rows_or_the_cache_rank_is_lost(
     assert side.exchange.counters.tokens_restored == (wanted if counted else 0)
     for held, expected in zip((*side.keys, *side.values), before, strict=True):
         assert torch.equal(held[1:], expected[1:])  # row 0 is padding
+
+
+def test_each_few_pages_that_come_back_have_a_deadline_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    side, pages = InferenceSide(), 50
+    packed = torch.zeros(2 * CONFIG.model.bytes_per_token * PAGE_TOKENS, dtype=torch.uint8)
+    now, left = [0.0], []
+    monkeypatch.setattr(base.time, "monotonic", lambda: now[0])
+
+    def receive(into: Tensor) -> Any:
+        into.copy_(torch.tensor(pages * PAGE_TOKENS) if into.numel() == 1 else packed[: len(into)])
+        now[0] += side.connection.timeout / 20
+        return SimpleNamespace(wait=left.append)
+
+    side.connection.link.bulk.receive = receive
+    side.exchange.restore([*range(pages)], torch.zeros(pages * PAGE_TOKENS, dtype=torch.int64))
+    assert len(left) == 1 + pages
+    assert min(left) > side.connection.timeout / 10
