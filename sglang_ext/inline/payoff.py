@@ -142,7 +142,7 @@ def measure(
         width: tokens of a request that it verifies.
     """
     requests, longest = load(runner)
-    shortest = max(longest // 8, width)
+    shortest = max(longest // 8, width, selection.least_length)
     if longest < max(8, 2 * shortest):
         return None
     few = max(1, requests // 4)

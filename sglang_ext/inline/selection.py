@@ -74,6 +74,11 @@ class Selection:
         self._budgets = new(0)
 
     @property
+    def least_length(self) -> int:
+        """Requests that are sparse have at least so many tokens."""
+        return self._sinks + self._recent + 1
+
+    @property
     def sketch_bytes(self) -> int:
         return self._codes.numel()
 
