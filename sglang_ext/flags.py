@@ -150,7 +150,10 @@ class CacheRankFlags(ServerArgs):
     ] = None
     max_swap_tokens: A[
         int | None,
-        Arg(help="Tokens that may enter a KV head's working set in a step; default: budget / 16."),
+        Arg(
+            help="Tokens that may enter a KV head's working set in a step; default: budget / 16, "
+            "but 64 of a smaller budget."
+        ),
     ] = None
     kv_residency: A[
         str,

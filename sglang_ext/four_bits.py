@@ -90,6 +90,7 @@ class MarlinWeight:
     def load(self, weight: Tensor) -> None:
         for own, part in zip((self._codes, self._scales), _pack(weight), strict=True):
             own.copy_(part)
+        self._workspace.zero_()  # its locks; the memory may have been released, and come back
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         from sglang.srt.layers.quantization.marlin_utils import (

@@ -132,6 +132,9 @@ class InferenceRank:
         may_be_inexact = self.eviction is not None or self.args.reuse_sparse_tokens == "on"
         if not (is_exact or may_be_inexact):
             return
+        if self.args.enable_return_routed_experts or self.args.kv_canary != "none":
+            logger.info("cache rank: prompts are not restored: forward passes note their tokens")
+            return
         if self.args.dense_layers > 1:
             logger.info("cache rank: prompts are not restored: --dense-layers is more than 1")
             return
