@@ -1,8 +1,9 @@
 """Set up what every test needs.
 
-Without a GPU, Triton kernels run in Triton's interpreter, in this process only. Hypothesis has two
-profiles. Tests that start servers come first. Tests of kernels need no package but cache_rank, so
-that nothing else is imported before a test asks for it.
+Without a GPU, Triton kernels run in Triton's interpreter, in this process only, and servers are
+copies of a process that has imported SGLang. Hypothesis has two profiles. Tests that start servers
+come first. Tests of kernels need no package but cache_rank, so that nothing else is imported before
+a test asks for it.
 """
 
 import importlib
@@ -15,7 +16,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import warm_start
 from hypothesis import settings
+
+from scripts.shared import serving
 
 # A shell lets what it runs in the background ignore interrupts, and so would servers of tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -29,6 +33,7 @@ if not torch.cuda.is_available():
         importlib.import_module(f"cache_rank.kernels.{kernel.parent.name}.triton")
     importlib.import_module("scripts.baselines.kernels")
     del os.environ["TRITON_INTERPRET"]
+    serving.start_process = warm_start.Process
 
 
 settings.register_profile("default", max_examples=10, deadline=None, derandomize=True)

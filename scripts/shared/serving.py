@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,21 @@ class Client:
         return pid
 
 
+def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+start_process: Callable[[list[str], Path, dict[str, str]], Any] = _start
+"""Starts a server; what it returns has `pid`, `poll` and `wait` of a Popen."""
+
+
 class Server(Client):
     """One server that this process starts: with a cache rank, plain SGLang, or a baseline."""
 
@@ -152,14 +167,8 @@ class Server(Client):
         launcher = "scripts.baselines" if is_baseline else "sglang_ext"
         command = [sys.executable, "-m", f"{launcher}.launch", "--port", str(self.port)]
         command += ["--skip-server-warmup", "--log-level-http", "warning", *arguments]
-        with self.log.open("wb") as output:
-            self.process = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-                start_new_session=True,
-            )
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self.process = start_process(command, self.log, variables)
 
     def wait_ready(self, seconds: float = START_SECONDS) -> Server:
         deadline = time.monotonic() + seconds

@@ -1,0 +1,135 @@
+"""Starts servers as copies of a process that has imported SGLang: that is half of a start on CPUs.
+
+    python -m tests.warm_start      starts what lines on its input ask for, and answers each
+
+What is started runs as `python -m MODULE` does, in a session of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+IMPORTED = (
+    "sglang.srt.entrypoints.http_server",
+    "sglang.srt.managers.detokenizer_manager",
+    "sglang.srt.managers.scheduler",
+)
+
+
+class Process:
+    """A process that is not this one's child, with what servers need of `subprocess.Popen`."""
+
+    def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
+        """Run `python -m MODULE ARGUMENTS`.
+
+        Args:
+            log: what it writes to.
+            environment: all of it.
+        """
+        started = {"command": command[2:], "log": str(log), "environment": environment}
+        self.pid = int(_ask(started | {"folder": os.getcwd()}))
+
+    def poll(self) -> int | None:
+        """The exit status, negative for a signal; None while it runs."""
+        status: int | None = _ask(self.pid)
+        return status
+
+    def wait(self, timeout: float = float("inf")) -> int:
+        """Wait for the exit status.
+
+        Raises:
+            TimeoutExpired: it has none after so many seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.05)
+        return status
+
+
+_lock = threading.Lock()
+
+
+def _ask(question: Any) -> Any:
+    with _lock:
+        process = _warm_process()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(question) + "\n")
+        process.stdin.flush()
+        return json.loads(process.stdout.readline())
+
+
+@functools.cache
+def _warm_process() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.warm_start"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        start_new_session=True,
+    )
+
+
+def main() -> None:
+    """Answer until the input ends, and in each copy run what was asked for."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is printed is no answer
+    _import()
+    statuses: dict[int, int] = {}
+
+    def reap(*_: Any) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                statuses[ended[0]] = os.waitstatus_to_exitcode(ended[1])
+
+    signal.signal(signal.SIGCHLD, reap)
+    for line in sys.stdin:
+        question = json.loads(line)
+        answer = statuses.get(question) if isinstance(question, int) else os.fork()
+        if answer == 0 and isinstance(question, dict):
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            answers.close()
+            return _become(**question)
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _import() -> None:
+    gc.disable()
+    importlib.import_module("sglang_ext")  # lets SGLang be imported without a GPU
+    for module in IMPORTED:
+        importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
+
+
+def _become(command: list[str], log: str, environment: dict[str, str], folder: str) -> None:
+    os.setsid()
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(os.devnull) as nothing, open(log, "wb") as output:
+        for file, number in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(file.fileno(), number)
+    sys.argv[1:] = command[1:]
+    runpy.run_module(command[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
