@@ -27,13 +27,13 @@ from cache_rank.channels.nccl import prepare_environment
 from cache_rank.config import ModelShape
 from scripts.shared.command import make_parser
 from scripts.shared.report import table_of
-from sglang_ext.exchange.connection import ProcessSettings
-from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.memory import reserve_rows
 from sglang_ext.pools import Pools
 from sglang_ext.reports import values_of
 from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
-from sglang_ext.supervisor import Supervisor
+from sglang_ext.two_ranks.exchange.connection import ProcessSettings
+from sglang_ext.two_ranks.inference_rank import InferenceRank
+from sglang_ext.two_ranks.supervisor import Supervisor
 
 LENGTH = 600
 MODELS = {

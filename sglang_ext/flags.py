@@ -18,7 +18,7 @@ from cache_rank.residency import FORMATS, require_format
 from cache_rank.residency.options import parse_options
 from sglang_ext import compat, cpu
 from sglang_ext.prediction import FORECAST_GROUP_LAYERS, HISTORY_GROUP_LAYERS
-from sglang_ext.restart_backoff import LONGEST_DELAY_SECONDS
+from sglang_ext.two_ranks.restart_backoff import LONGEST_DELAY_SECONDS
 
 BACKEND = "cache_rank"
 """The name under which SGLang knows our decode attention backend."""

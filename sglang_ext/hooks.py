@@ -21,7 +21,7 @@ from sglang.srt.constants import (
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_ext import compat, cpu, exchange_times, inference_rank, selecting
+from sglang_ext import compat, cpu, selecting
 from sglang_ext.calibration.serving import CALLS
 from sglang_ext.drafts.hooks import DRAFT_HOOKS
 from sglang_ext.hook import DECODE_GRAPHS, Hook, sparse_args, verifies
@@ -31,6 +31,8 @@ from sglang_ext.prefix_hooks import PREFIX_HOOKS
 from sglang_ext.reports import repeat, report
 from sglang_ext.requests import serving
 from sglang_ext.requests.bodies import CACHE_RANK
+from sglang_ext.two_ranks import inference_rank
+from sglang_ext.two_ranks import step_times as exchange_times
 
 WHAT_A_CACHE_RANK_NEEDS = {GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS}
 """There is no cache rank while some of this memory is released.

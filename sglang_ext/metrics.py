@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from cache_rank.protocol import Report
-from sglang_ext.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.flags import CacheRankFlags
-from sglang_ext.lifecycle import DenseReason
-from sglang_ext.restart_backoff import Loss
+from sglang_ext.request_state import DenseReason
+from sglang_ext.two_ranks.exchange.base import Exchange, ExchangeCounters
+from sglang_ext.two_ranks.restart_backoff import Loss
 
 logger = logging.getLogger(__name__)
 

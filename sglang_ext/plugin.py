@@ -44,10 +44,10 @@ def assert_live() -> None:
 
 
 def _create_backend(runner: Any) -> Any:
-    from sglang_ext import inference_rank
-    from sglang_ext.attention import CacheRankAttnBackend
     from sglang_ext.inline import starting
     from sglang_ext.server_args import CacheRankServerArgs
+    from sglang_ext.two_ranks import inference_rank
+    from sglang_ext.two_ranks.attention import CacheRankAttnBackend
 
     if not isinstance(runner.server_args, CacheRankServerArgs):
         raise RuntimeError(

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_ext import compat, inference_rank, reuse
-from sglang_ext.eviction import EVICTION_STRIDE
+from sglang_ext import compat, reuse
 from sglang_ext.hook import Hook, sparse_args
-from sglang_ext.lifecycle import Phase
+from sglang_ext.two_ranks import inference_rank
+from sglang_ext.two_ranks.eviction import EVICTION_STRIDE
+from sglang_ext.two_ranks.lifecycle import Phase
 
 
 def find_prefix(result: Any, tree: Any, params: Any, *_: Any, **__: Any) -> Any:

@@ -13,8 +13,9 @@ from typing import Any
 from sglang.srt.managers import detokenizer_manager, scheduler
 from sglang.srt.plugins import load_plugins
 
-from sglang_ext import cpu, inference_rank, plugin
+from sglang_ext import cpu, plugin
 from sglang_ext.server_args import CacheRankServerArgs
+from sglang_ext.two_ranks import inference_rank
 
 
 def load_plugin() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import operator
 from typing import Any
 
-from sglang_ext.lifecycle import RequestStatistics, prepare_requests
+from sglang_ext.request_state import RequestStatistics, prepare_requests
 from sglang_ext.requests.bodies import CACHE_RANK
 
 _NAMES = [field.name for field in dataclasses.fields(RequestStatistics)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_ext.compat import pool_state
-from sglang_ext.lifecycle import asks_to_stay_dense
+from sglang_ext.request_state import asks_to_stay_dense
 
 DENSE_NAMESPACE = "cache_rank: false"
 """Of requests that ask to stay dense."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sglang_ext import inference_rank
-from sglang_ext.inference_rank import InferenceRank
 from sglang_ext.inline import starting
 from sglang_ext.inline.rank import InlineRank
+from sglang_ext.two_ranks import inference_rank
+from sglang_ext.two_ranks.inference_rank import InferenceRank
 
 SelectingRank = InlineRank | InferenceRank
 """What hooks and rounds of drafts ask: both have the same methods, under one name each."""

@@ -17,7 +17,7 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
 
-from sglang_ext.inline.steps import Lengths, batch_of, decode_batch
+from sglang_ext.own_batches import Lengths, batch_of, decode_batch
 
 
 def verify_input(tokens: Tensor | None, positions: Tensor | None, width: int) -> Any:

@@ -26,7 +26,7 @@ from sglang_ext import compat, selecting
 from sglang_ext.drafts.acceptance import ForcedAcceptance, accepted
 from sglang_ext.drafts.forwards import Forwards
 from sglang_ext.drafts.sampling import draw, seeds_of
-from sglang_ext.inline.steps import Lengths
+from sglang_ext.own_batches import Lengths
 from sglang_ext.reports import report
 from sglang_ext.selecting import SelectingRank
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from sglang_ext import compat, reuse
+from sglang_ext.drafts.number import DraftNumber
 from sglang_ext.inline.attention import InlineAttnBackend
-from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.inline.metrics import InlineMetrics
-from sglang_ext.inline.payoff import Payoff
 from sglang_ext.inline.selection import NEVER, Selection
-from sglang_ext.lifecycle import DenseReason, asks_to_stay_dense, prepare_requests
+from sglang_ext.payoff import Payoff
+from sglang_ext.request_state import DenseReason, asks_to_stay_dense, prepare_requests
 from sglang_ext.server_args import CacheRankServerArgs
 
 if TYPE_CHECKING:

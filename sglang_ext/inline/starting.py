@@ -10,11 +10,12 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.runtime_context import get_parallel
 
 from sglang_ext.calibration.key_statistics import KeyBasis
-from sglang_ext.inline import calibrating, payoff
+from sglang_ext.drafts.number import DraftNumber
+from sglang_ext.inline import calibrating, step_times
 from sglang_ext.inline.attention import InlineAttnBackend
-from sglang_ext.inline.draft_number import DraftNumber
 from sglang_ext.inline.rank import InlineRank
 from sglang_ext.inline.selection import Selection, heads_of, make_codes
+from sglang_ext.payoff import say_from_where
 from sglang_ext.server_args import CacheRankServerArgs
 
 _current: InlineRank | None = None
@@ -78,15 +79,15 @@ def prepare(scheduler: Any, args: CacheRankServerArgs) -> None:
         if args.selects_when_shorter:
             with forwards.as_decode():
                 of_group = runner, _current.selection, group
-                measured = payoff.measure(*of_group, forwards.verify, forwards.width)
+                measured = step_times.measure(*of_group, forwards.verify, forwards.width)
         _current.payoff = measured
         _current.drafts = DraftNumber(forwards.width - 1, measured)
     elif args.selects_when_shorter:
-        _current.payoff = payoff.measure(runner, _current.selection, group)
+        _current.payoff = step_times.measure(runner, _current.selection, group)
         if _current.payoff is not None:
             longest = int(runner.model_config.context_len)
             attended = _current.selection.attended
-            payoff.say_from_where(_current.payoff, attended, range(args.sparse_from, longest, 64))
+            say_from_where(_current.payoff, attended, range(args.sparse_from, longest, 64))
 
 
 def _fit(rank: InlineRank, scheduler: Any, args: CacheRankServerArgs) -> bool:

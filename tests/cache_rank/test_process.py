@@ -31,7 +31,7 @@ from cache_rank.protocol import (
     Share,
     Step,
 )
-from sglang_ext.exchange.connection import CacheRankDownError, Connection, ProcessSettings
+from sglang_ext.two_ranks.exchange.connection import CacheRankDownError, Connection, ProcessSettings
 
 
 def test_says_what_to_do_when_no_token_fits(capfd: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import DownMessage, End, Load, Report, Row, Step
 from cache_rank.schedule import LayerMessage
-from sglang_ext.exchange.connection import ProcessSettings
-from sglang_ext.supervisor import Supervisor
+from sglang_ext.two_ranks.exchange.connection import ProcessSettings
+from sglang_ext.two_ranks.supervisor import Supervisor
 
 SETTINGS = ProcessSettings("127.0.0.1")
 LONG = 60.0

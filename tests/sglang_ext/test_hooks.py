@@ -10,12 +10,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from sglang_ext import compat, hooks, inference_rank, plugin, pool_hooks, processes
+from sglang_ext import compat, hooks, plugin, pool_hooks, processes
 from sglang_ext import hook as hook_module
 from sglang_ext.hook import Hook
 from sglang_ext.hooks import HOOKS
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
+from sglang_ext.two_ranks import inference_rank
 
 # After ours, which makes SGLang importable without a GPU.
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # isort: skip

@@ -12,7 +12,7 @@ from prometheus_client import REGISTRY
 
 from cache_rank.protocol import Report
 from sglang_ext.metrics import EXPORT_STEPS, CacheRankMetrics
-from sglang_ext.restart_backoff import Loss
+from sglang_ext.two_ranks.restart_backoff import Loss
 
 ARGS: Any = SimpleNamespace(
     decode_log_interval=1000,

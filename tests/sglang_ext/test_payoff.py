@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cache_rank.budget import DEFAULT_CURVE
-from sglang_ext.inline.payoff import Payoff, StepTime
+from sglang_ext.payoff import Payoff, StepTime
 
 # A model reads 4 bytes of K and V and 1 of a sketch a token; selection takes 10 seconds beside.
 PAYOFF = Payoff(StepTime(100.0, 0.5), StepTime(110.0, 1.0), token_bytes=4, sketch_bytes=1)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from sglang_ext.lifecycle import RequestStatistics
 from sglang_ext.reports import repeat, report, summary, values_of
+from sglang_ext.request_state import RequestStatistics
 from sglang_ext.requests.bodies import CACHE_RANK
 
 

@@ -19,10 +19,10 @@ import pytest
 
 from scripts.baselines.attention import BaselineAttnBackend
 from sglang_ext import compat
-from sglang_ext.attention import CacheRankAttnBackend
 from sglang_ext.flags import CacheRankFlags, field_of
 from sglang_ext.hooks import HOOKS, Hook
 from sglang_ext.refusals import servers
+from sglang_ext.two_ranks.attention import CacheRankAttnBackend
 
 pytestmark = pytest.mark.releases
 
@@ -58,6 +58,7 @@ HOOKED_PARAMETERS = {
     "is_idle": "self",
     "add_internal_state": "self recv_req",
     "note_new_weights": "self recv_req",
+    "update_from_disk": "self recv_req",
     "release_memory": "self recv_req",
     "resume_memory": "self recv_req",
     "read_body": "self",
@@ -164,6 +165,8 @@ ATTRIBUTES = {
         "token_to_kv_pool_allocator tree_cache"
     ),
     "managers.io_struct.ReleaseMemoryOccupationReqInput": "tags",
+    "managers.io_struct.UpdateWeightFromDiskReqInput": "recapture_cuda_graph",
+    "managers.io_struct.UpdateWeightFromDiskReqOutput": "success message",
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager": "offload_tags",
     "managers.utils.GenerationBatchResult": (
         "accept_lens can_run_cuda_graph copy_done logits_output new_seq_lens next_draft_input "

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from sglang_ext import inference_rank
-from sglang_ext.exchange.connection import ProcessSettings
+from sglang_ext.two_ranks import inference_rank
+from sglang_ext.two_ranks.exchange.connection import ProcessSettings
 
 
 def test_gpu_ranks_are_on_the_gpus_that_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:

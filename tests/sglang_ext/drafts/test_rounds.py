@@ -14,7 +14,7 @@ from sglang_ext.drafts.acceptance import ForcedAcceptance, accepted
 from sglang_ext.drafts.forwards import Forwards
 from sglang_ext.drafts.noise import murmur_hash32
 from sglang_ext.drafts.worker import CurrentTokens
-from sglang_ext.inline.steps import Lengths
+from sglang_ext.own_batches import Lengths
 
 
 def murmur3(data: bytes) -> int:

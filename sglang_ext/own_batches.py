@@ -1,0 +1,105 @@
+"""Forward batches that we make ourselves, of requests that hold slots and rows.
+
+A server that starts measures such steps, of slots and rows that nobody has yet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from torch import Tensor
+
+from sglang_ext import compat
+
+REQUESTS_ON_GPU, REQUESTS_ON_CPU = 32, 2
+"""Requests of the steps that are measured, at most."""
+
+LONGEST = 8192
+"""Tokens of each, at most."""
+
+
+class Lengths(NamedTuple):
+    """How many tokens requests have, (B,) int64, where the model runs and on the host."""
+
+    device: Tensor
+    host: Tensor
+
+    def after(self, tokens: int) -> Lengths:
+        return Lengths(self.device + tokens, self.host + tokens)
+
+
+def batch_of(
+    runner: Any,
+    mode: ForwardMode,
+    tokens: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    lengths: Lengths,
+    rows: Tensor,
+) -> ForwardBatch:
+    """Make a batch for `runner.forward`.
+
+    Args:
+        tokens, positions, rows: (n,) int64, of the tokens that are read; rows are the pool's.
+        slots: (B,) request slots.
+        lengths: of the requests, as the mode counts them.
+    """
+    batch = ForwardBatch(
+        forward_mode=mode,
+        batch_size=len(slots),
+        input_ids=tokens,
+        req_pool_indices=slots,
+        seq_lens=lengths.device,
+        seq_lens_cpu=lengths.host,
+        seq_lens_sum=int(lengths.host.sum()),
+        orig_seq_lens=lengths.device.to(torch.int32),
+        out_cache_loc=rows,
+        positions=positions,
+        capture_hidden_mode=CaptureHiddenMode.NULL,
+    )
+    compat.set_real_tokens(batch, len(tokens))
+    return batch
+
+
+def decode_batch(
+    runner: Any, tokens: Tensor, slots: Tensor, lengths: Lengths, rows: Tensor
+) -> ForwardBatch:
+    """Make a decode step: (B,) tokens, slots and pool rows; lengths have the current tokens."""
+    positions = lengths.device - 1
+    return batch_of(runner, ForwardMode.DECODE, tokens, positions, slots, lengths, rows)
+
+
+def measured_load(runner: Any) -> tuple[int, int]:
+    """How many requests are measured, and the tokens of each, in whole pages."""
+    on_gpu = torch.device(runner.device).type == "cuda"
+    table, pool = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool_allocator
+    requests = min(REQUESTS_ON_GPU if on_gpu else REQUESTS_ON_CPU, len(table))
+    if (captured := getattr(runner.decode_cuda_graph_runner, "max_bs", None)) is not None:
+        requests = min(requests, captured)
+    longest = min(LONGEST, int(runner.model_config.context_len), table.shape[1])
+    length = min(longest, pool.available_size() // requests)
+    page = int(pool.page_size)
+    return requests, length // page * page
+
+
+@contextlib.contextmanager
+def taking(runner: Any, requests: int, length: int) -> Iterator[Tensor]:
+    """Give the first request slots pool rows for a while, (requests, length) int64."""
+    allocator = runner.token_to_kv_pool_allocator
+    table, slots = runner.req_to_token_pool.req_to_token, slice(requests)
+    taken = allocator.alloc(requests * length)
+    rows = taken.view(requests, length)
+    table[slots, :length] = rows.to(table.dtype)
+    try:
+        yield rows
+    finally:
+        table[slots, :length] = 0
+        allocator.free(taken)

@@ -1,0 +1,77 @@
+"""Prompts go to the cache rank, a chunk of each a step, from where what it has of them ends."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cache_rank.pages import PAGE_TOKENS
+from cache_rank.protocol import Drop, End, Share
+from sglang_ext.two_ranks.lifecycle import Lifecycle, SparseSequence
+from sglang_ext.two_ranks.recovery import CacheRankClient
+
+
+class Shipping:
+    def __init__(
+        self,
+        cache_rank: CacheRankClient,
+        lifecycle: Lifecycle,
+        req_to_token: Tensor,
+        chunk_tokens: int,
+        tail_tokens: int | None,
+    ) -> None:
+        """Ship from SGLang's table; for `tail_tokens` see `residency.shared_tail`."""
+        self._cache_rank = cache_rank
+        self._lifecycle = lifecycle
+        self._req_to_token = req_to_token
+        self._chunk_tokens = chunk_tokens
+        self._tail_tokens = tail_tokens or 0
+
+    def advance(self, sequence: SparseSequence, length: int) -> None:
+        """Ship the next tokens of a request that has `length` in the pool, or let it wait."""
+        shares = self._lifecycle.prompts is not None
+        if sequence.ended or (shares and not sequence.prefix.began and not self._take(sequence)):
+            return
+        stop = min(length, sequence.shipped + self._chunk_tokens)
+        if stop > sequence.shipped:
+            pool_rows = self._req_to_token[sequence.row, sequence.shipped : stop].to(torch.int64)
+            self._cache_rank.call(lambda exchange: exchange.ship(sequence, pool_rows))
+        if shares and not sequence.ended and (names := self._lifecycle.name_shipped(sequence)):
+            self._cache_rank.tell(Share(sequence.sequence_id, names))
+
+    def drop_unused(self, everything: bool = False) -> None:
+        """Tell the cache rank which pages are to go: those whose room is needed, or all."""
+        if (prompts := self._lifecycle.prompts) is None:
+            return
+        if everything:
+            prompts.drop(prompts.tokens)
+        if names := prompts.take_dropped():
+            self._cache_rank.tell(Drop(names))
+
+    def _take(self, sequence: SparseSequence) -> bool:
+        """Let a request begin with what the cache rank has of it; whether it goes on from there.
+
+        One that waits for another's shipment begins its sequence now: later ones would overtake it,
+        and the cache rank takes sequences in order only.
+        """
+        assert self._lifecycle.prompts is not None
+        self.drop_unused()
+        if sequence.ended:  # the cache rank was lost just now
+            return False
+        prefix = sequence.prefix
+        if self._lifecycle.prompts.must_wait(prefix):
+            if not prefix.announced:
+                prefix.announced = True
+                self._cache_rank.call(lambda exchange: exchange.adopt(sequence, []))
+            return False
+        names = self._lifecycle.take_shared(sequence)
+        if names is None:
+            self._lifecycle.end(sequence.row)
+            if prefix.announced:
+                self._cache_rank.tell(End([sequence.sequence_id]))
+            return False
+        self.drop_unused()
+        if names:
+            sequence.shipped = PAGE_TOKENS * len(names) - self._tail_tokens
+            self._cache_rank.call(lambda exchange: exchange.adopt(sequence, names))
+        return True
