@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cache_rank.kernels.attend.reference import attend_rows
 from scripts.baselines import kernels, reference
-from scripts.baselines.reference import Budget
+from scripts.baselines.reference import Batch, Budget
 
 QUEST_PAGE = 16
 """A page of Quest has this many tokens, as in the paper."""
@@ -27,8 +27,7 @@ PER_HEAD = {"window": False, "tova": False, "quest": True, "oracle": True}
 class Step:
     """What the layers of a decode step share; H is the lists of a request, 1 or Hkv."""
 
-    slots: Tensor  # (B,) request slots
-    lengths: Tensor  # (B,) tokens, the current one included
+    batch: Batch
     attended: Tensor  # (B * H,) int32 tokens that each list holds
     lists: Tensor  # (B, H, width) int32 pool row * H + head
     scores: Tensor  # (B, H, pages) float32
@@ -79,57 +78,42 @@ class Selection:
     def prepare_step(self, slots: Tensor, lengths: Tensor) -> Step:
         """Prepare a decode step; the operations can be captured in a CUDA graph."""
         rows, budget, context = slots.shape[0], self.budget, self._req_to_token.shape[1]
+        batch = Batch(self._req_to_token, slots, lengths, self._pool_page)
         attended = budget.attended_of(lengths).to(torch.int32)
         pages = torch.arange(-(-context // budget.page), device=slots.device)
         step = Step(
-            slots=slots,
-            lengths=lengths,
+            batch,
             # The reshape of one row would be a view, which FlashAttention refuses.
             attended=attended[:, None].expand(rows, self.heads).reshape(-1).contiguous(),
             lists=self._req_to_token.new_zeros((rows, self.heads, budget.width)),
             scores=pages.float().repeat(rows, self.heads, 1),
         )
         if self.mode == "window":  # the newest are the best, in every layer
-            where = (self._req_to_token, slots, lengths, budget)
-            self._kernels.select(step.scores, *where, step.lists)
+            self._kernels.select(step.scores, batch, budget, step.lists)
         return step
 
     def select(self, step: Step, layer: int, queries: Tensor) -> None:
         """Write one sparse layer's lists, by queries, (B, Hq, D), after its keys are written."""
         if self.mode == "window":
             return
-        where = (self._req_to_token, step.slots, step.lengths, self.budget)
+        batch, keys, scores = step.batch, self._keys[layer], step.scores
         if self.mode == "quest":
-            self._build_bounds(layer, step.slots, step.lengths - 1, step.lengths, 1)
-            self._kernels.score_pages(
-                queries, self.bounds[layer], *where, self._pool_page, step.scores
-            )
+            self._build_bounds(layer, batch, batch.lengths - 1, 1)
+            self._kernels.score_pages(queries, self.bounds[layer], batch, self.budget, scores)
         else:
             shared = self.mode == "tova"
-            reference.score_tokens(
-                queries, self._keys[layer], *where, self._scale, shared, step.scores
-            )
-        self._kernels.select(step.scores, *where, step.lists)
+            reference.score_tokens(queries, keys, batch, self._scale, shared, scores)
+        self._kernels.select(scores, batch, self.budget, step.lists)
 
     def on_prefill(self, slots: Tensor, before: Tensor, after: Tensor, most: int) -> None:
         """Take the bounds of the pages that prompts have completed, by at `most` so many tokens."""
+        batch = Batch(self._req_to_token, slots, after, self._pool_page)
         for layer in range(len(self.bounds)):
-            self._build_bounds(layer, slots, before, after, most // self.budget.page + 1)
+            self._build_bounds(layer, batch, before, most // self.budget.page + 1)
 
-    def _build_bounds(
-        self, layer: int, slots: Tensor, before: Tensor, after: Tensor, max_pages: int
-    ) -> None:
-        self._kernels.build_bounds(
-            self._keys[layer],
-            self._req_to_token,
-            slots,
-            before,
-            after,
-            max_pages,
-            self.budget.page,
-            self._pool_page,
-            self.bounds[layer],
-        )
+    def _build_bounds(self, layer: int, batch: Batch, before: Tensor, max_pages: int) -> None:
+        keys, page, bounds = self._keys[layer], self.budget.page, self.bounds[layer]
+        self._kernels.build_bounds(keys, batch, before, max_pages, page, bounds)
 
 
 def attend(
