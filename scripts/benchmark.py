@@ -18,9 +18,8 @@ from pathlib import Path
 
 from scripts.accuracy.benchmarks.comparison import compare_folders, markdown
 from scripts.accuracy.benchmarks.runs import BENCHMARKS, run_benchmark
-from scripts.shared.command import command_line, make_parser
+from scripts.shared.command import command_line, make_parser, run
 from scripts.shared.report import write_report
-from scripts.shared.serving import ServerError
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
@@ -28,8 +27,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     parser = make_parser("benchmark", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    run = commands.add_parser("run", help="ask a server all questions of a benchmark")
-    add = run.add_argument
+    add = commands.add_parser("run", help="ask a server all questions of a benchmark").add_argument
     add("benchmark", choices=BENCHMARKS)
     add("--base-url", required=True, help="of the server, with or without /v1")
     add("--out", type=Path, required=True, help="folder of this system; its name is the system's")
@@ -70,10 +68,8 @@ def main(argv: Sequence[str]) -> int:
                 print(f"warning: {warning}")
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: pip install --editable '.[eval]'")
-    except (OSError, ValueError, ServerError) as error:
-        sys.exit(f"error: {error}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

@@ -11,7 +11,6 @@ these alone. Writes formats.json and formats.md.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -225,12 +224,9 @@ def _cells(m: Measurement) -> dict[str, str]:
 def main(argv: Sequence[str], **shape: Any) -> int:
     """Run; the exit status. `shape` is that of the synthetic sample."""
     options = parse_options(argv)
-    try:
-        sample = read_longest(options.recording) if options.recording else synthetic_sample(**shape)
-        sample = Recorded(*(part.to(options.device) for part in sample))
-        config = config_for(sample, options.budget)
-    except (RuntimeError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    sample = read_longest(options.recording) if options.recording else synthetic_sample(**shape)
+    sample = Recorded(*(part.to(options.device) for part in sample))
+    config = config_for(sample, options.budget)
     layers, kv_heads, tokens, head_dim = sample.keys.shape
     source = "recording" if options.recording else "synthetic, outlier channels"
     chosen = [variant for variant in VARIANTS if variant[0] in options.formats]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import platform
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -184,16 +183,13 @@ def main(argv: Sequence[str]) -> int:
     parser = make_parser("compare_selection", __doc__)
     parser.add_argument("--recording", type=Path, metavar="FOLDER", help="replay what it holds")
     options = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            if not options.recording:
-                record(Path(folder))
-            config, sequences = read_recording(options.recording or Path(folder))
-        base = base_config(config)
-        predictors = compare("query_predictor", get_args(HistoryPredictor), base, sequences)
-        margins = compare("hysteresis", MARGINS, base, sequences)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    with tempfile.TemporaryDirectory() as folder:
+        if not options.recording:
+            record(Path(folder))
+        config, sequences = read_recording(options.recording or Path(folder))
+    base = base_config(config)
+    predictors = compare("query_predictor", get_args(HistoryPredictor), base, sequences)
+    margins = compare("hysteresis", MARGINS, base, sequences)
     results = {"machine": platform.platform(), "predictors": predictors, "margins": margins}
     print(json.dumps(results))
     return 0

@@ -13,13 +13,11 @@ Chains have seeds 0, 1, ..., the same for every system. Writes results.json and 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
-import requests
 
 from scripts.accuracy.pointer_chase import Problem, make_chain
 from scripts.shared import statistics
@@ -56,7 +54,7 @@ by its name."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """The command line; ValueError if it is wrong."""
     parser = make_parser("evaluate", __doc__)
     add_options(parser, BUNDLED, (DENSE, *DECODE_MODES, INLINE, CACHE_RANK), (16, 32, 64), SETTINGS)
     add = parser.add_argument
@@ -65,9 +63,11 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--base-url", help="a server that runs already: dense decoding, and one system's name")
     options = read_options(parser, argv, SETTINGS)
     if options.chains < 2:
-        parser.error("--chains must be at least 2: an interval needs several chains")
+        raise ValueError("--chains must be at least 2: an interval needs several chains")
     if options.base_url and len(set(options.systems) - {DENSE}) * len(options.budgets) > 1:
-        parser.error("--base-url serves one system: name one beside dense, with one of --budgets")
+        raise ValueError(
+            "--base-url serves one system: name one beside dense, with one of --budgets"
+        )
     return options
 
 
@@ -193,10 +193,7 @@ def markdown(found: Report) -> str:
 def main(argv: Sequence[str]) -> int:
     """Evaluate; the exit status."""
     options = parse_options(argv)
-    try:
-        found = evaluate(options, argv)
-    except (requests.RequestException, ValueError) as error:
-        sys.exit(f"error: {error}")
+    found = evaluate(options, argv)
     print(*write_report(options.out, "results", found, markdown(found)), sep="\n")
     return int(bool(found.run.failures))
 

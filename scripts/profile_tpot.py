@@ -34,25 +34,24 @@ medians; all systems are measured from the same stream of tokens."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, with jobs and what OUT holds already; ends if it is wrong."""
+    """The command line, with jobs and what OUT holds already; ValueError if it is wrong."""
     parser = make_parser("profile_tpot", __doc__)
     add_engine_options(parser, budget=2048)
     add = parser.add_argument
     add("--shapes", nargs="+", type=explained(Shape.parse), required=True, help="BATCHxCONTEXT")
     add("--resume", action="store_true", help="keep what OUT holds and measure the rest")
     options = parser.parse_args(argv)
-    try:
-        options.jobs = [make_job(label, options.shapes, options) for label in options.systems]
-    except ValueError as error:
-        parser.error(str(error))
+    options.jobs = [make_job(label, options.shapes, options) for label in options.systems]
     results = options.results = Results.of("profile_tpot", argv, [])
     results.conditions = conditions(options, results.machine)
     earlier = read_results(options.out)
     if earlier.measurements and not options.resume:
-        parser.error(f"{options.out} has results: pass --resume, or another --out")
+        raise ValueError(f"{options.out} has results: pass --resume, or another --out")
     if earlier.measurements:
         if (then := earlier.conditions) != (now := results.conditions):
-            parser.error(f"{options.out} was measured with {then}, not {now}: pass another --out")
+            raise ValueError(
+                f"{options.out} was measured with {then}, not {now}: pass another --out"
+            )
         options.results = earlier
         earlier.commands += results.commands
     return options

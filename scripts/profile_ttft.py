@@ -63,7 +63,7 @@ class Measurement(serving.Measurement, kw_only=True):
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; ends if it is wrong."""
+    """The command line, with jobs; ValueError if it is wrong."""
     parser = make_parser("profile_ttft", __doc__)
     add_engine_options(parser, budget=2048)
     add = parser.add_argument
@@ -73,15 +73,12 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.link_gbps is not None:
         if options.link_gbps <= 0:
-            parser.error("--link-gbps must be positive")
+            raise ValueError("--link-gbps must be positive")
         os.environ[LINK_GBPS_VARIABLE] = str(options.link_gbps)
     if options.repeats < 1 or min(options.lengths) < 2 * TURNS:
-        parser.error(f"--repeats must be at least 1, and --lengths at least {2 * TURNS}")
+        raise ValueError(f"--repeats must be at least 1, and --lengths at least {2 * TURNS}")
     shapes = [Shape(1, length + _answer(length)) for length in options.lengths]
-    try:
-        options.jobs = [make_job(label, shapes, options) for label in options.systems]
-    except ValueError as error:
-        parser.error(str(error))
+    options.jobs = [make_job(label, shapes, options) for label in options.systems]
     return options
 
 

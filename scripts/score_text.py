@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -59,7 +58,7 @@ SCORED_ON_CPU = SCORED_TEXTS[::2]
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """The command line; ValueError if it is wrong."""
     parser = make_parser("score_text", __doc__)
     add_options(parser, "smollm2", (*DECODE_MODES, INLINE, CACHE_RANK), (64, 128, 384), SETTINGS)
     add = parser.add_argument
@@ -76,13 +75,12 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     if options.text is None:
         options.text = SCORED_TEXTS if options.gpus else SCORED_ON_CPU
     if min(options.tokens, options.warm_up) < 1:
-        parser.error("--tokens and --warm-up must be at least 1")
+        raise ValueError("--tokens and --warm-up must be at least 1")
     if options.context <= options.tokens + options.warm_up + options.settings["recent_tokens"]:
-        parser.error("--context must be longer than --tokens, --warm-up and recent tokens together")
-    try:
-        options.texts = [find_text(name) for name in options.text]
-    except ValueError as error:
-        parser.error(str(error))
+        raise ValueError(
+            "--context must be longer than --tokens, --warm-up and recent tokens together"
+        )
+    options.texts = [find_text(name) for name in options.text]
     return options
 
 
@@ -201,10 +199,7 @@ def score(options: argparse.Namespace, argv: Sequence[str]) -> TextRun:
 
 def main(argv: Sequence[str]) -> int:
     """Score; the exit status."""
-    try:
-        return int(bool(score(parse_options(argv), argv).failures))
-    except (ServerError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    return int(bool(score(parse_options(argv), argv).failures))
 
 
 if __name__ == "__main__":

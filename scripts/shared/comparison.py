@@ -93,18 +93,19 @@ def add_options(
 def read_options(
     parser: argparse.ArgumentParser, argv: Sequence[str], settings: Mapping[str, Any]
 ) -> argparse.Namespace:
-    """Read a command line, with settings and the machine where it says nothing; ends if wrong."""
+    """Read a command line, with settings and the machine where it says nothing.
+
+    Raises:
+        ValueError: there is no such model or system.
+    """
     options = parser.parse_args(argv)
     options.settings = {**settings, **options.settings}
     if options.gpus is None:
         options.gpus = visible_gpus()
     if min(options.budgets) < 1:
         parser.error("--budgets must be at least 1")
-    try:
-        model_config(options.model)
-        make_systems(options)
-    except ValueError as error:
-        parser.error(str(error))
+    model_config(options.model)
+    make_systems(options)
     return options
 
 

@@ -73,5 +73,5 @@ def test_a_system_that_fails_is_a_line_of_the_table(
     "wrong", [["--repeats", "0"], ["--lengths", "3"], ["--systems", "none"]], ids=" ".join
 )
 def test_what_cannot_be_measured_is_refused(wrong: list[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(ValueError, match=r"at least|no system"):
         parse_options([*ARGUMENTS, *wrong])
