@@ -96,7 +96,7 @@ class Soak:
         self._has_cache_rank = "pid" in self._first
         self._disturbances: Counter[str] = Counter()
         self._server, self._names = server, names
-        self._watch = Watch(server, server.process.pid)
+        self._watch = Watch(server, self._has_cache_rank)
         self._streams = Streams(server, streams)
 
     def use(self, seconds: float, status: Status, mode: str) -> None:
@@ -127,7 +127,7 @@ class Soak:
             finally:
                 self._watch.stop()
         self.mistakes += [one.mistake for one in self._streams.ended if one.mistake]
-        for name, memory in self._watch.memories(self._has_cache_rank).items():
+        for name, memory in self._watch.memories().items():
             if not memory.late and not self.interrupted:
                 self.mistakes.append(f"the memory of the {name} was not seen: soak for longer")
             elif not memory.flat:
@@ -174,8 +174,8 @@ class Soak:
                 f"{len(outages)} losses of {sum(one.losses for one in ended)} sparse requests",
                 f"up again after {median:.1f} s, {most:.1f} at most",
             ]
-        for name, memory in self._watch.memories(self._has_cache_rank).items():
-            parts.append(f"memory of the {name} {memory}")
+        memories = self._watch.memories().items()
+        parts += [f"memory of the {name} {memory}" for name, memory in memories]
         return f"{result}: {', '.join(parts)}"
 
 

@@ -23,15 +23,6 @@ class Scene(NamedTuple):
     source: random.Random
     timeout: float  # seconds after which the server counts a silent cache rank as down
 
-    def signal(self, number: signal.Signals) -> int | None:
-        """Signal the cache rank if there is one; its pid."""
-        pid = self.client.cache_rank().get("pid")
-        with contextlib.suppress(ProcessLookupError):
-            if pid is not None:
-                os.kill(pid, number)
-                return int(pid)
-        return None
-
     def post(self, path: str, body: dict[str, Any] | None = None, *accepted: int) -> None:
         """Post to the server; RuntimeError if it does not take that."""
         response = self.client.post(path, body)
@@ -41,7 +32,7 @@ class Scene(NamedTuple):
 
 def kill(scene: Scene) -> None:
     """The cache rank dies."""
-    scene.signal(signal.SIGKILL)
+    scene.client.signal_cache_rank(signal.SIGKILL)
 
 
 def stall(scene: Scene) -> None:
@@ -55,7 +46,7 @@ def delay(scene: Scene) -> None:
 
 
 def _stop(scene: Scene, seconds: float) -> None:
-    pid = scene.signal(signal.SIGSTOP)
+    pid = scene.client.signal_cache_rank(signal.SIGSTOP)
     if pid is not None:
         time.sleep(seconds)
         with contextlib.suppress(ProcessLookupError):

@@ -129,11 +129,14 @@ class Client:
                 samples[name] = samples.get(name, 0.0) + float(value)
         return samples
 
-    def signal_cache_rank(self, number: int) -> int:
-        """Send a signal to the cache-rank process; its pid."""
-        pid = int(self.cache_rank()["pid"])
-        os.kill(pid, number)
-        return pid
+    def signal_cache_rank(self, number: int) -> int | None:
+        """Send a signal to the cache-rank process, if there is one; its pid."""
+        pid = self.cache_rank().get("pid")
+        with contextlib.suppress(ProcessLookupError):
+            if pid is not None:
+                os.kill(pid, number)
+                return int(pid)
+        return None
 
 
 class Server(Client):
