@@ -1,7 +1,8 @@
-"""Times attention of one layer over codes where they lie, and over bfloat16, on one GPU."""
+"""Times work on one GPU: attention of one layer over codes where they lie, and over bfloat16."""
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +21,6 @@ from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.report import number, percent
-from scripts.speed.timing import median_microseconds
 
 SHAPES = ((8, 8192), (8, 32768), (8, 131072), (1, 262144))
 """Requests, and the tokens of each."""
@@ -28,8 +28,27 @@ SHAPES = ((8, 8192), (8, 32768), (8, 131072), (1, 262144))
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 
+HEAD_START_CYCLES = 2_000_000
+"""The GPU is kept busy so long, about a millisecond, while the host queues."""
+
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of queries (B, Q, Hq, D), keys and values (B, Hkv, n, D): outputs (B, Q, Hq, D)."""
+
+
+def median_microseconds(action: Callable[[], Any], repeats: int = 20) -> float:
+    """Median of what an action takes on the GPU, after two times that warm up."""
+    times = []
+    for _ in range(repeats + 2):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        # Longer than the host takes to queue the action, which is not what is timed.
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        start.record()
+        action()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(stop))
+    return statistics.median(times[2:])
 
 
 class Format(NamedTuple):
