@@ -27,15 +27,14 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from scripts.reasoning.client import send
-from scripts.reasoning.loads import Load, Request
+from scripts.reasoning.loads import Load
 from scripts.reasoning.measures import Measurement, Run, measure
 from scripts.shared.command import explained, make_parser, run
 from scripts.shared.comparison import GRAPH_BATCHES
 from scripts.shared.models import model_config
 from scripts.shared.report import number, percent, table_of
 from scripts.shared.serving import Server
-from scripts.shared.streaming import Answer
+from scripts.shared.streaming import Answer, Request, send
 from scripts.shared.systems import System
 from scripts.speed.jobs import SEED, Job, Shape, add_engine_options, make_job
 from scripts.speed.serving import Results, measure_all

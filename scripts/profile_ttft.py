@@ -26,12 +26,11 @@ from statistics import median
 import msgspec
 
 from cache_rank.channels.rate import LINK_GBPS_VARIABLE
-from scripts.reasoning.client import send
-from scripts.reasoning.loads import Request
 from scripts.shared.command import make_parser, run
 from scripts.shared.models import model_config
 from scripts.shared.report import number, table_of
 from scripts.shared.serving import Client, Server
+from scripts.shared.streaming import Request, send
 from scripts.speed import serving
 from scripts.speed.jobs import SEED, Job, Shape, add_engine_options, make_job, make_prompts
 from scripts.speed.serving import Results, measure_all

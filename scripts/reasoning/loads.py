@@ -6,19 +6,13 @@ import random
 import re
 from typing import NamedTuple
 
+from scripts.shared.streaming import Request
 from scripts.speed.jobs import make_prompts
 
 SKEW = 1.5
 """The first parameter of the Beta distribution of answers: most are short, and few very long."""
 
 _FORM = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:-(\d+))?\+([1-9]\d*)(?:/(\d+))?")
-
-
-class Request(NamedTuple):
-    """What is asked: a prompt, and tokens of its answer."""
-
-    prompt: list[int]
-    answer: int
 
 
 class Load(NamedTuple):
