@@ -30,7 +30,6 @@ from cache_rank.config import CacheRankConfig, HistoryPredictor
 from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.measure.recording import RECORD_VARIABLE
 from cache_rank.protocol import DownMessage, Row, UpMessage
-from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.selector import Selector
 from scripts.accuracy.pointer_chase import make_chain
 from scripts.formats.quality import measure_recall
@@ -96,41 +95,20 @@ def replay(config: CacheRankConfig, recorded: Recorded) -> Iterator[StepResult]:
     selector.load(sequence, recorded.shipment())
     for number, queries in enumerate(recorded.queries):
         position = recorded.prompt + number
-        worth = _worth(selector, sequence, position, queries, recorded.keys[:, :, :position])
+        is_warm = sequence.queries > config.query_window
+        is_sparse = is_warm and 0 < sequence.filled == config.slots_wanted_after(position - 1)
+        if is_sparse:  # the slot map has the answer to the step before
+            scores = score_tokens(queries, recorded.keys[:, :, :position], config.model.scale)
+            slots = selector.slot_map(sequence, layers)[..., : sequence.filled]
+            recall, mass = measure_recall(scores, slots, config, position).mean((1, 2)).tolist()
         step = selector.begin_step(number, [Row(1, position)])
         up.queries[0] = queries
         up.keys[0], up.values[0] = (kv[:, :, position] for kv in (recorded.keys, recorded.values))
         selector.serve(step, layer_message, up, down)
         selector.end_step(step)
-        if worth is not None:
+        if is_sparse:
             entering = (down.slots >= 0).sum(-1)
-            yield StepResult(*worth, float(entering.float().mean()), int(entering.max()))
-
-
-def _worth(
-    selector: Selector,
-    sequence: ResidentSequence,
-    position: int,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-) -> tuple[float, float] | None:
-    """Recall and attention mass of what was selected for a step; None before a request is sparse.
-
-    Args:
-        selector: the answer to the step before is in its slot map.
-        sequence: its sequence.
-        position: of the step.
-        queries: (layers, Hq, D), the true queries of the step.
-        keys: (layers, Hkv, position, D) of the tokens before it.
-    """
-    config = selector.config
-    is_warm = sequence.queries > config.query_window
-    if not is_warm or not 0 < sequence.filled == config.slots_wanted_after(position - 1):
-        return None
-    scores = score_tokens(queries, keys, config.model.scale)
-    slots = selector.slot_map(sequence, config.groups[0])[..., : sequence.filled]
-    recall, mass = measure_recall(scores, slots, config, position).mean((1, 2)).tolist()
-    return recall, mass
+            yield StepResult(recall, mass, float(entering.float().mean()), int(entering.max()))
 
 
 def _buffer(size: int) -> torch.Tensor:
