@@ -13,13 +13,12 @@ Chains have seeds 0, 1, ..., the same for every system. Writes results.json and 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
-from scripts.accuracy.pointer_chase import Problem, make_chain
+from scripts.accuracy.pointer_chase import Grade, Problem, make_chain
 from scripts.shared import statistics
 from scripts.shared.command import make_parser, run
 from scripts.shared.comparison import (
@@ -71,14 +70,11 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """A chain, decoded and graded."""
+class Outcome(NamedTuple):
+    """All chains, decoded by a system."""
 
-    correct_hops: float  # share of all
-    exact: bool  # every word is right
-    tokens: int
-    sparse_steps: int | None = None  # None without a cache rank
-    stale_steps: int = 0  # steps that missed their selection
+    grades: list[Grade]
+    metas: list[dict[str, Any]]  # what the server says of each
 
 
 class Result(msgspec.Struct):
@@ -105,12 +101,10 @@ def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> Report:
     """Ask all systems all chains."""
     chains = [make_chain(seed, FACTS, options.hops) for seed in range(options.chains)]
     run = Run(**start_run("evaluate", argv, options))
-    outcomes: dict[str, list[Outcome]] = {}
+    outcomes: dict[str, Outcome] = {}
 
     def ask(server: Client, system: System) -> None:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            decoded = pool.map(lambda chain: _decode(server, system, chain), chains)
-            outcomes[system.label] = list(decoded)
+        outcomes[system.label] = _decode(server, system, chains)
 
     systems = make_systems(options)
     if options.base_url:
@@ -118,10 +112,9 @@ def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> Report:
             ask(Client(options.base_url), system)
     else:
         serve_each(systems, options, _load_of(chains), run, ask)
-    dense = outcomes.get(DENSE)
     labels = [system.label for system in systems if system.label in outcomes]
     labels.sort(key=place_of)
-    results = [_summarize(label, outcomes[label], dense) for label in labels]
+    results = [_summarize(label, outcomes, options.hops) for label in labels]
     return Report(run, len(chains), options.hops, results)
 
 
@@ -132,38 +125,33 @@ def _load_of(chains: Sequence[Problem]) -> Load:
     return Load(requests, requests * (prompt + chains[0].max_tokens), prompt)
 
 
-def _decode(server: Client, system: System, chain: Problem) -> Outcome:
-    sampling: dict[str, Any] = {"max_new_tokens": chain.max_tokens, "temperature": 0}
+def _decode(server: Client, system: System, chains: Sequence[Problem]) -> Outcome:
+    sampling: dict[str, Any] = {"max_new_tokens": chains[0].max_tokens, "temperature": 0}
     if system.label == DENSE:  # also on a server which has a cache rank
         sampling["custom_params"] = {"cache_rank": False}
-    body = {"text": chain.prompt, "sampling_params": sampling}
+    body = {"text": [chain.prompt for chain in chains], "sampling_params": sampling}
     response = server.post("/generate", body, timeout=REQUEST_SECONDS)
     response.raise_for_status()
-    decoded = response.json()
-    grade, meta = chain.grade(decoded["text"]), decoded["meta_info"]
-    found = meta.get("cache_rank") or {}
-    return Outcome(
-        grade.correct_hops / chain.hops,
-        grade.exact,
-        meta["completion_tokens"],
-        found.get("sparse_steps"),
-        found.get("stale_steps", 0),
-    )
+    found = response.json()
+    grades = [chain.grade(one["text"]) for chain, one in zip(chains, found, strict=True)]
+    return Outcome(grades, [one["meta_info"] for one in found])
 
 
-def _summarize(label: str, outcomes: Sequence[Outcome], dense: Sequence[Outcome] | None) -> Result:
-    exact, sparse = [o.exact for o in outcomes], [o.sparse_steps for o in outcomes]
-    difference = None
-    if dense is not None and label != DENSE:
-        difference = statistics.difference(exact, [o.exact for o in dense])
-    steps = [count for count in sparse if count is not None]
+def _summarize(label: str, outcomes: Mapping[str, Outcome], hops: int) -> Result:
+    grades, metas = outcomes[label]
+    exact, difference = [grade.exact for grade in grades], None
+    if label != DENSE and DENSE in outcomes:
+        dense = [grade.exact for grade in outcomes[DENSE].grades]
+        difference = statistics.difference(exact, dense)
+    counts = [meta["cache_rank"] for meta in metas if meta.get("cache_rank")]
+    sparse, stale = (sum(c[name] for c in counts) for name in ("sparse_steps", "stale_steps"))
     return Result(
         system=label,
         exact=statistics.mean(exact),
         exact_difference=difference,
-        correct_hops=statistics.mean([o.correct_hops for o in outcomes]),
-        sparse_steps=sum(steps) / sum(o.tokens for o in outcomes) if steps else None,
-        stale_steps=sum(o.stale_steps for o in outcomes) / max(1, sum(steps)) if steps else None,
+        correct_hops=statistics.mean([grade.correct_hops / hops for grade in grades]),
+        sparse_steps=sparse / sum(meta["completion_tokens"] for meta in metas) if counts else None,
+        stale_steps=stale / max(1, sparse) if counts else None,
     )
 
 
