@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
 from scripts.language.divergence import Divergence
-from scripts.shared import statistics
 from scripts.shared.comparison import Run, describe_failures, describe_run, place_of
 from scripts.shared.report import number, table_of
+from scripts.shared.statistics import interval, mean
 
 MEASURES = {
     "KL": ("kl", 4),
@@ -59,42 +59,22 @@ class Report(msgspec.Struct):
     cells: list[Score]
 
 
-class Cell(NamedTuple):
-    """A system with a budget, and its scores, one a text."""
-
-    system: str
-    budget: int | None
-    scores: list[Score]
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The first columns of tables."""
-        return {"system": self.system, "k": number(self.budget, 0)}
-
-
-def cells_of(scores: Iterable[Score]) -> list[Cell]:
-    """Scores of the same system and budget together, in the order of SYSTEMS and of budgets."""
-    groups: dict[tuple[str, int | None], list[Score]] = {}
-    for score in scores:
-        groups.setdefault((score.system, score.budget), []).append(score)
-    cells = [Cell(*key, found) for key, found in groups.items()]
-    return sorted(cells, key=lambda cell: (place_of(cell.system), cell.system, cell.budget or 0))
-
-
 def markdown(found: Report) -> str:
     """The report as text."""
-    run, cells = found.run, cells_of(found.cells)
+    run = found.run
+    ordered = sorted(found.cells, key=lambda s: (place_of(s.system), s.system, s.budget or 0))
+    cells = [list(scores) for _, scores in groupby(ordered, lambda s: (s.system, s.budget))]
     parts = [
         f"# {Path(run.model).name} on {len(run.texts)} texts",
         describe_run(run),
         f"Of each text {run.context} tokens, the last {run.scored} of which count, after "
         f"{run.warm_up} that decode while systems become sparse.",
         EXPLANATION,
-        table_of(cell.names | _measures(cell.scores) for cell in cells),
+        table_of(_names(scores) | _measures(scores) for scores in cells),
         "## KL by text",
         table_of(
-            cell.names | {score.text: number(score.kl, 4) for score in cell.scores}
-            for cell in cells
+            _names(scores) | {score.text: number(score.kl, 4) for score in scores}
+            for scores in cells
         ),
         "## Texts",
         table_of({"text": name, "sha256": sha256[:16]} for name, sha256 in run.texts.items()),
@@ -103,18 +83,15 @@ def markdown(found: Report) -> str:
     return "\n\n".join(parts)
 
 
+def _names(scores: Sequence[Score]) -> dict[str, str]:
+    return {"system": scores[0].system, "k": number(scores[0].budget, 0)}
+
+
 def _measures(scores: Sequence[Score]) -> dict[str, str]:
     return {
         "attended": str(scores[0].attended),
         **{
-            title: interval([getattr(score, field) for score in scores], digits)
+            title: interval(mean([getattr(score, field) for score in scores]), digits)
             for title, (field, digits) in MEASURES.items()
         },
     }
-
-
-def interval(values: Sequence[float], digits: int) -> str:
-    """The mean, and its interval if there are several values."""
-    if len(values) < 2:
-        return number(values[0], digits)
-    return statistics.interval(statistics.mean(values), digits)

@@ -28,11 +28,7 @@ class Estimate(NamedTuple):
 
 
 def mean(values: ArrayLike) -> Estimate:
-    """The mean over two or more problems of `values`, [problems].
-
-    Raises:
-        ValueError: fewer than two problems.
-    """
+    """The mean over `values`, [problems]; that of one problem has no width."""
     return _estimate(np.mean, values)
 
 
@@ -40,7 +36,7 @@ def difference(values: ArrayLike, baseline: ArrayLike) -> Estimate:
     """The mean of `values - baseline`, [problems] each in the same order.
 
     Raises:
-        ValueError: fewer than two problems, or not as many of one as of the other.
+        ValueError: not as many of one as of the other.
     """
     return mean(np.subtract(values, baseline, dtype=np.float64))
 
@@ -65,6 +61,9 @@ def interval(
 
 def _estimate(statistic: Callable[..., Any], *samples: ArrayLike) -> Estimate:
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
+    value = float(statistic(*arrays, axis=0))
+    if len(arrays[0]) == 1:
+        return Estimate(value, value, value)
     found = bootstrap(
         arrays,
         statistic,
@@ -75,4 +74,4 @@ def _estimate(statistic: Callable[..., Any], *samples: ArrayLike) -> Estimate:
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return Estimate(float(statistic(*arrays, axis=0)), float(found.low), float(found.high))
+    return Estimate(value, float(found.low), float(found.high))
