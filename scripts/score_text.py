@@ -108,67 +108,45 @@ def tokenize(options: argparse.Namespace) -> list[Tokens]:
     return found
 
 
-class Scoring:
-    """Compares distributions of systems with those of dense decoding.
+def _score(
+    options: argparse.Namespace, system: System, text: str, dense: Forced, forced: Forced
+) -> Score:
+    """Compare the distributions of a system with those of dense decoding.
 
-    Attributes:
-        scores: of all systems so far.
+    Raises:
+        ServerError: attention was dense in tokens that count.
     """
-
-    def __init__(self, options: argparse.Namespace, texts: Sequence[Tokens]) -> None:
-        self.scores: list[Score] = []
-        self._options, self._texts = options, texts
-        self._dense: dict[str, Forced] = {}
-
-    def decode(self, server: Client, system: System) -> None:
-        """Decode all texts; dense decoding comes first, and the others are scored against it."""
-        folder = self._options.out / "logits" / system.label.replace("/", "_")
-        folder.mkdir(parents=True, exist_ok=True)
-
-        def one(text: Tokens) -> Forced:
-            return force(server, text.prompt, text.forced, folder / f"{text.name}.float32")
-
-        with ThreadPoolExecutor(len(self._texts)) as pool:
-            decoded = list(pool.map(one, self._texts))
-        for text, forced in zip(self._texts, decoded, strict=True):
-            if system.label == DENSE:
-                self._dense[text.name] = forced
-                continue
-            self.scores.append(self._score(system, text.name, forced))
-            forced.file.unlink()
-
-    def _score(self, system: System, name: str, forced: Forced) -> Score:
-        options, statistics = self._options, forced.statistics
-        first = len(forced.tokens) - options.tokens  # that counts
-        # The first token comes from the prefill, which is dense in every system.
-        sparse_from = 1 if system.is_sparse else first
-        if system.has_cache_rank:  # the last tokens are sparse
-            sparse_from = len(forced.tokens) - statistics.get("sparse_steps", 0)
-        if sparse_from > first:
-            reason = statistics["dense_reason"] or "waits for its selection"
-            raise ServerError(
-                f"{name}: attention was dense for {sparse_from} tokens ({reason}): --warm-up "
-                f"{first} is too short"
-            )
-        dense, found = (run.log_probabilities(sparse_from) for run in (self._dense[name], forced))
-        counted = slice(first - sparse_from, None)
-        divergence = compare(dense[counted], found[counted], forced.tokens[first:])
-        label, budget = system.without_budget()
-        attended = options.context
-        if system.is_sparse:
-            said = statistics.get("attended_tokens")  # baselines say nothing
-            attended = said or min(attended, attended_tokens(system, options.settings))
-        return Score(
-            text=name,
-            system=label,
-            budget=budget,
-            attended=attended,
-            **msgspec.structs.asdict(divergence),
-            sparse_from=sparse_from if system.is_sparse else None,
-            kl_after_transition=kl_by_token(dense, found).round(decimals=6).tolist(),
-            late_steps=statistics.get("late_steps", 0),
-            stale_steps=statistics.get("stale_steps", 0),
+    statistics = forced.statistics
+    first = len(forced.tokens) - options.tokens  # that counts
+    # The first token comes from the prefill, which is dense in every system.
+    sparse_from = 1 if system.is_sparse else first
+    if system.has_cache_rank:  # the last tokens are sparse
+        sparse_from = len(forced.tokens) - statistics.get("sparse_steps", 0)
+    if sparse_from > first:
+        reason = statistics["dense_reason"] or "waits for its selection"
+        raise ServerError(
+            f"{text}: attention was dense for {sparse_from} tokens ({reason}): --warm-up "
+            f"{first} is too short"
         )
+    expected, found = (run.log_probabilities(sparse_from) for run in (dense, forced))
+    counted = slice(first - sparse_from, None)
+    divergence = compare(expected[counted], found[counted], forced.tokens[first:])
+    label, budget = system.without_budget()
+    attended = options.context
+    if system.is_sparse:
+        said = statistics.get("attended_tokens")  # baselines say nothing
+        attended = said or min(attended, attended_tokens(system, options.settings))
+    return Score(
+        text=text,
+        system=label,
+        budget=budget,
+        attended=attended,
+        **msgspec.structs.asdict(divergence),
+        sparse_from=sparse_from if system.is_sparse else None,
+        kl_after_transition=kl_by_token(expected, found).round(decimals=6).tolist(),
+        late_steps=statistics.get("late_steps", 0),
+        stale_steps=statistics.get("stale_steps", 0),
+    )
 
 
 def score(options: argparse.Namespace, argv: Sequence[str]) -> TextRun:
@@ -183,16 +161,34 @@ def score(options: argparse.Namespace, argv: Sequence[str]) -> TextRun:
     )
     options.server_flags = [*forcing.SERVER_FLAGS, *options.server_flags]
     load = Load(len(texts), len(texts) * options.context, len(texts[0].prompt))
-    scoring = Scoring(options, texts)
+    scores: list[Score] = []
+    dense: list[Forced] = []  # comes first, and the others are scored against it
+
+    def decode(server: Client, system: System) -> None:
+        folder = options.out / "logits" / system.label.replace("/", "_")
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def one(text: Tokens) -> Forced:
+            return force(server, text.prompt, text.forced, folder / f"{text.name}.float32")
+
+        with ThreadPoolExecutor(len(texts)) as pool:
+            decoded = list(pool.map(one, texts))
+        if system.label == DENSE:
+            dense.extend(decoded)
+            return
+        for text, expected, forced in zip(texts, dense, decoded, strict=True):
+            scores.append(_score(options, system, text.name, expected, forced))
+            forced.file.unlink()
+
     try:
-        serve_each([System.parse(DENSE)], options, load, found, scoring.decode)
+        serve_each([System.parse(DENSE)], options, load, found, decode)
         if DENSE in found.failures:
             raise ServerError(f"dense decoding failed: {found.failures[DENSE]}")
         others = [system for system in make_systems(options) if system.label != DENSE]
-        serve_each(others, options, load, found, scoring.decode)
+        serve_each(others, options, load, found, decode)
     finally:
         shutil.rmtree(options.out / "logits", ignore_errors=True)
-        report = Report(found, scoring.scores)
+        report = Report(found, scores)
         print(*write_report(options.out, "results", report, markdown(report)), sep="\n")
     return found
 
