@@ -19,12 +19,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from scripts.reasoning.loads import Load
@@ -105,15 +105,15 @@ def measure_load(
 
 
 def write_results(results: Results, out: Path) -> list[Path]:
-    """Write results.json, results.md and a plot, if there is Matplotlib; the files."""
+    """Write results.json, results.md and a plot; the files."""
     loads: dict[str, dict[str, Run]] = {}
     for measurement in results.measurements:
         if measurement.run:
             loads.setdefault(measurement.load, {})[measurement.system] = measurement.run
     tables = table_of(map(_row, results.measurements)), *map(_curves, loads, loads.values())
     files = results.write(out, "Reasoning loads", EXPLANATION, *tables)
-    if loads and importlib.util.find_spec("matplotlib"):
-        files += _plot(loads, out / "tokens-by-context")
+    if loads:
+        files.append(_plot(loads, out / "tokens-by-context.png"))
     return files
 
 
@@ -147,11 +147,8 @@ def _curves(load: str, runs: dict[str, Run]) -> str:
     )
 
 
-def _plot(loads: dict[str, dict[str, Run]], stem: Path) -> list[Path]:
+def _plot(loads: dict[str, dict[str, Run]], path: Path) -> Path:
     """Draw tokens/s by context, a panel a load."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     figure = Figure((3 + 3.5 * len(loads), 3.6), layout="constrained")
     panels = figure.subplots(1, len(loads), squeeze=False)[0]
     for axes, (load, runs) in zip(panels, loads.items(), strict=True):
@@ -162,11 +159,8 @@ def _plot(loads: dict[str, dict[str, Run]], stem: Path) -> list[Path]:
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False)
-    files = [stem.with_suffix(f".{kind}") for kind in ("png", "svg")]
-    with matplotlib.rc_context({"svg.hashsalt": stem.name}):  # the same figure gives the same bytes
-        figure.savefig(files[0], dpi=150)
-        figure.savefig(files[1], metadata={"Date": None})
-    return files
+    figure.savefig(path, dpi=150)
+    return path
 
 
 def main(argv: Sequence[str]) -> int:
