@@ -23,9 +23,8 @@ import msgspec
 from scripts.shared import machine
 from scripts.shared.command import explained, make_parser, run
 from scripts.shared.report import number, table_of
-from scripts.speed.bench import measure_shape
+from scripts.speed.bench import Measurement, measure_shape
 from scripts.speed.jobs import Job, Shape, add_engine_options, make_job
-from scripts.speed.records import Measurement
 from scripts.speed.serving import Results, measure_all
 
 EXPLANATION = """\

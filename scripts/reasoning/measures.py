@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from scripts.reasoning.loads import Load
+from scripts.shared.statistics import quantile
 from scripts.shared.streaming import Answer
 from scripts.speed import serving
-from scripts.speed.records import quantile
 
 CURVE_POINTS, SLICES = 16, 2000
 """A curve over the context has at most so many points, and is made of so many slices of time."""

@@ -11,7 +11,7 @@ width: that 64 of 64 problems are right does not exclude an error rate of 3/64.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,6 +57,11 @@ def interval(
     plus = "+" if sign else ""
     value, low, high = (f"{scale * part:{plus}.{digits}f}" for part in estimate)
     return value if low == high == value else f"{value} [{low}, {high}]"
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of the values do not exceed."""
+    return float(np.quantile(values, share, method="inverted_cdf"))
 
 
 def _estimate(statistic: Callable[..., Any], *samples: ArrayLike) -> Estimate:

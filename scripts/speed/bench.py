@@ -11,17 +11,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
+import numpy as np
 
 from scripts.shared.models import model_config
 from scripts.shared.serving import Client, ServerError, cache_rank_state
+from scripts.shared.statistics import quantile
 from scripts.shared.streaming import Answer, connect, follow
+from scripts.speed import serving
 from scripts.speed.jobs import SEED, Job, Shape, make_prompts
-from scripts.speed.records import STEPS, Measurement, exchange_between, step_times, summarize
 from sglang_ext.flags import SPARSE_THRESHOLD
 
 REPORT_INTERVAL = 16
@@ -29,6 +33,27 @@ REPORT_INTERVAL = 16
 
 SETTLE_STEPS = 20
 SHAPE_SECONDS, ABORT_SECONDS = 300, 60
+
+
+WINDOW, WINDOWS = 64, 3
+STEPS = WINDOW * WINDOWS
+"""Decode steps that are measured of a shape, in windows of consecutive ones."""
+
+
+class Measurement(serving.Measurement, kw_only=True):
+    """One system at one shape."""
+
+    shape: Shape
+    # Milliseconds of a step, one entry a window.
+    medians: list[float] = msgspec.field(default_factory=list)
+    tpot_ms: float | None = None  # median over the windows of their medians
+    mean_ms: float | None = None  # mean over all measured steps
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    prefill_seconds: float | None = None  # time until all requests have a token
+    attended_tokens: float | None = None  # of a request and KV head in a step, with a cache rank
+    sparse_steps: int | None = None  # steps over a working set, of the request with fewest
+    exchange: dict[str, float] = msgspec.field(default_factory=dict)  # what a cache rank did
 
 
 class NotMeasuredError(Exception):
@@ -172,3 +197,53 @@ class _Bench:
         started = sum(answer.written > 0 for answer in self._batch)
         settled = sum(map(self._is_settled, self._batch))
         return f"{started} of {len(self._batch)} requests had started and {settled} were settled"
+
+
+def step_times(
+    tokens: Sequence[int], times: Sequence[float], first: int, steps: int
+) -> list[float]:
+    """Seconds between consecutive tokens of one stream.
+
+    Args:
+        tokens: so far, at each of `times`; tokens that came together share their time.
+        times: when they came.
+        first: token whose arrival starts the first step.
+        steps: how many.
+
+    Raises:
+        ValueError: the stream does not cover them.
+    """
+    return np.diff(np.interp(range(first, first + steps + 1), tokens, times)).tolist()
+
+
+def summarize(measurement: Measurement, seconds: Sequence[float]) -> None:
+    """Fill in a measurement from the seconds of its steps."""
+    milliseconds = [1e3 * value for value in seconds]
+    measurement.medians = np.median(np.reshape(milliseconds, (WINDOWS, -1)), axis=1).tolist()
+    measurement.tpot_ms = statistics.median(measurement.medians)
+    measurement.mean_ms = statistics.fmean(milliseconds)
+    measurement.p10_ms = quantile(milliseconds, 0.1)
+    measurement.p90_ms = quantile(milliseconds, 0.9)
+
+
+def exchange_between(
+    start: dict[str, Any], before: dict[str, Any], after: dict[str, Any]
+) -> dict[str, float]:
+    """What the exchange did between two states of the inference rank; nothing without a cache rank.
+
+    `start` is the state when the shape began.
+    """
+
+    def grown(name: str, since: dict[str, Any] = before) -> float:
+        return float(after.get(name, 0)) - float(since.get(name, 0))
+
+    if not after:
+        return {}
+    steps = max(1.0, grown("steps"))
+    return {
+        "late steps %": 100 * grown("steps_waited") / steps,
+        "wait ms": 1e3 * grown("wait_seconds") / steps,
+        "up MB/step": 1e-6 * grown("up_bytes") / steps,
+        "down MB/step": 1e-6 * grown("down_bytes") / steps,
+        "bulk GB": 1e-9 * grown("bulk_bytes", start),
+    }

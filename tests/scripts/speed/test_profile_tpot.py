@@ -14,9 +14,15 @@ from scripts import profile_tpot
 from scripts.profile_tpot import main, parse_options, read_results
 from scripts.shared import machine
 from scripts.speed import serving
-from scripts.speed.bench import NotMeasuredError, plan_batch
+from scripts.speed.bench import (
+    Measurement,
+    NotMeasuredError,
+    exchange_between,
+    plan_batch,
+    step_times,
+    summarize,
+)
 from scripts.speed.jobs import Job, Shape
-from scripts.speed.records import Measurement, exchange_between, step_times, summarize
 
 SHAPE = Shape(8, 32768)
 
