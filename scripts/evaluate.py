@@ -19,20 +19,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from scripts.accuracy.pointer_chase import Grade, Problem, make_chain
-from scripts.shared import statistics
+from scripts.shared import comparison, statistics
 from scripts.shared.command import make_parser, run
-from scripts.shared.comparison import (
-    Load,
-    Run,
-    add_options,
-    describe_failures,
-    describe_run,
-    make_systems,
-    place_of,
-    read_options,
-    serve_each,
-    start_run,
-)
+from scripts.shared.comparison import Load, Run
 from scripts.shared.models import BUNDLED
 from scripts.shared.report import percent, table_of, write_report
 from scripts.shared.serving import Client
@@ -55,12 +44,14 @@ by its name."""
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; ValueError if it is wrong."""
     parser = make_parser("evaluate", __doc__)
-    add_options(parser, BUNDLED, (DENSE, *DECODE_MODES, INLINE, CACHE_RANK), (16, 32, 64), SETTINGS)
+    comparison.add_options(
+        parser, BUNDLED, (DENSE, *DECODE_MODES, INLINE, CACHE_RANK), (16, 32, 64), SETTINGS
+    )
     add = parser.add_argument
     add("--hops", type=int, default=80, help="of a chain; default: %(default)s")
     add("--chains", type=int, default=64, help="default: %(default)s")
     add("--base-url", help="a server that runs already: dense decoding, and one system's name")
-    options = read_options(parser, argv, SETTINGS)
+    options = comparison.read_options(parser, argv, SETTINGS)
     if options.chains < 2:
         raise ValueError("--chains must be at least 2: an interval needs several chains")
     if options.base_url and len(set(options.systems) - {DENSE}) * len(options.budgets) > 1:
@@ -100,20 +91,20 @@ class Report(msgspec.Struct):
 def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> Report:
     """Ask all systems all chains."""
     chains = [make_chain(seed, FACTS, options.hops) for seed in range(options.chains)]
-    run = Run(**start_run("evaluate", argv, options))
+    run = Run.of("evaluate", argv, options)
     outcomes: dict[str, Outcome] = {}
 
     def ask(server: Client, system: System) -> None:
         outcomes[system.label] = _decode(server, system, chains)
 
-    systems = make_systems(options)
+    systems = comparison.make_systems(options)
     if options.base_url:
         for system in systems:
             ask(Client(options.base_url), system)
     else:
-        serve_each(systems, options, _load_of(chains), run, ask)
+        comparison.serve_each(systems, options, _load_of(chains), run, ask)
     labels = [system.label for system in systems if system.label in outcomes]
-    labels.sort(key=place_of)
+    labels.sort(key=comparison.place_of)
     results = [_summarize(label, outcomes, options.hops) for label in labels]
     return Report(run, len(chains), options.hops, results)
 
@@ -159,7 +150,7 @@ def markdown(found: Report) -> str:
     """The report as text."""
     parts = [
         f"# {found.chains} chains of {found.hops} hops through {FACTS} facts",
-        describe_run(found.run),
+        found.run.head(),
         "Brackets are 95% intervals over chains (bootstrap, paired for differences). Of n right "
         "ones out of n, they say nothing: an error rate of 3/n is not excluded.",
         table_of(
@@ -173,7 +164,7 @@ def markdown(found: Report) -> str:
             }
             for result in found.results
         ),
-        *describe_failures(found.run),
+        *found.run.foot(),
     ]
     return "\n\n".join(parts)
 

@@ -37,12 +37,7 @@ from cache_rank.kernels.select import select_step, select_workspace
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.command import make_parser
 from scripts.shared.report import number, table_of
-from scripts.speed.attention import (
-    SHAPES,
-    attention_cells,
-    attention_rows,
-    median_microseconds,
-)
+from scripts.speed.attention import SHAPES, attention_cells, attention_rows, median_microseconds
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP_LAYERS = 6

@@ -27,16 +27,8 @@ from scripts.language import forcing
 from scripts.language.divergence import compare, kl_by_token
 from scripts.language.forcing import Forced, force
 from scripts.language.report import Report, Score, TextRun, markdown
+from scripts.shared import comparison
 from scripts.shared.command import make_parser, run
-from scripts.shared.comparison import (
-    Load,
-    add_options,
-    attended_tokens,
-    make_systems,
-    read_options,
-    serve_each,
-    start_run,
-)
 from scripts.shared.models import folder_of
 from scripts.shared.report import write_report
 from scripts.shared.serving import Client, ServerError
@@ -60,7 +52,9 @@ SCORED_ON_CPU = SCORED_TEXTS[::2]
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line; ValueError if it is wrong."""
     parser = make_parser("score_text", __doc__)
-    add_options(parser, "smollm2", (*DECODE_MODES, INLINE, CACHE_RANK), (64, 128, 384), SETTINGS)
+    comparison.add_options(
+        parser, "smollm2", (*DECODE_MODES, INLINE, CACHE_RANK), (64, 128, 384), SETTINGS
+    )
     add = parser.add_argument
     add("--text", nargs="+", metavar="FILE",
         help=f"files, or names of {', '.join(TEXTS)}; default: the first eight, without a GPU "
@@ -69,7 +63,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--tokens", type=int, help="last tokens, which count; default: 256, without a GPU 64")
     add("--warm-up", type=int, default=24,
         help="tokens before those, while systems become sparse; default: %(default)s")  # fmt: skip
-    options = read_options(parser, argv, SETTINGS)
+    options = comparison.read_options(parser, argv, SETTINGS)
     if options.tokens is None:
         options.tokens = 256 if options.gpus else 64
     if options.text is None:
@@ -135,7 +129,7 @@ def _score(
     attended = options.context
     if system.is_sparse:
         said = statistics.get("attended_tokens")  # baselines say nothing
-        attended = said or min(attended, attended_tokens(system, options.settings))
+        attended = said or min(attended, comparison.attended_tokens(system, options.settings))
     return Score(
         text=text,
         system=label,
@@ -152,15 +146,17 @@ def _score(
 def score(options: argparse.Namespace, argv: Sequence[str]) -> TextRun:
     """Score all systems, and write what there is, also of an interrupted run."""
     texts = tokenize(options)
-    found = TextRun(
-        **start_run("score_text", argv, options),
+    found = TextRun.of(
+        "score_text",
+        argv,
+        options,
         context=options.context,
         scored=options.tokens,
         warm_up=options.warm_up,
         texts={text.name: text.sha256 for text in options.texts},
     )
     options.server_flags = [*forcing.SERVER_FLAGS, *options.server_flags]
-    load = Load(len(texts), len(texts) * options.context, len(texts[0].prompt))
+    load = comparison.Load(len(texts), len(texts) * options.context, len(texts[0].prompt))
     scores: list[Score] = []
     dense: list[Forced] = []  # comes first, and the others are scored against it
 
@@ -181,11 +177,11 @@ def score(options: argparse.Namespace, argv: Sequence[str]) -> TextRun:
             forced.file.unlink()
 
     try:
-        serve_each([System.parse(DENSE)], options, load, found, decode)
+        comparison.serve_each([System.parse(DENSE)], options, load, found, decode)
         if DENSE in found.failures:
             raise ServerError(f"dense decoding failed: {found.failures[DENSE]}")
-        others = [system for system in make_systems(options) if system.label != DENSE]
-        serve_each(others, options, load, found, decode)
+        others = [system for system in comparison.make_systems(options) if system.label != DENSE]
+        comparison.serve_each(others, options, load, found, decode)
     finally:
         shutil.rmtree(options.out / "logits", ignore_errors=True)
         report = Report(found, scores)

@@ -9,15 +9,8 @@ import torch
 from sglang.srt.arg_groups.arg_utils import A, Arg
 
 from scripts.baselines.selection import QUEST_PAGE
-from sglang_ext import compat
-from sglang_ext.refusals import (
-    UnsupportedError,
-    models,
-    of_flags,
-    refuse,
-    refuse_untested_sglang,
-    servers,
-)
+from sglang_ext import compat, refusals
+from sglang_ext.refusals import UnsupportedError, models, refuse, servers
 from sglang_ext.server_args import CacheRankServerArgs
 
 BACKEND = "baseline"
@@ -38,7 +31,7 @@ class BaselineServerArgs(CacheRankServerArgs):
     ] = "quest"
 
     def _resolve(self, let_sglang: Callable[[], None]) -> None:
-        refuse_untested_sglang(self)
+        refusals.refuse_untested_sglang(self)
         if self.has_cache_rank:
             raise UnsupportedError("a baseline has no cache rank: pass --cache-rank-gpus 0.")
         if self.on_gpu and torch.cuda.get_device_capability()[0] not in (8, 9):
@@ -46,7 +39,7 @@ class BaselineServerArgs(CacheRankServerArgs):
                 "baselines attend by FlashAttention-3, which SGLang has from Ampere to Hopper."
             )
         refuse(self, servers.sparse_decode(self))
-        refuse(self, of_flags(self, servers.EXCHANGE_FLAGS))
+        refuse(self, refusals.of_flags(self, servers.EXCHANGE_FLAGS))
         servers.refuse_out_of_range(self)
         self._set("disable_radix_cache", True, "a baseline has to see every token prefilled")
         # SGLang's CPU engine has pages of one token.

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from scripts.language.divergence import Divergence
-from scripts.shared.comparison import Run, describe_failures, describe_run, place_of
+from scripts.shared.comparison import Run, place_of
 from scripts.shared.report import number, table_of
 from scripts.shared.statistics import interval, mean
 
@@ -66,7 +66,7 @@ def markdown(found: Report) -> str:
     cells = [list(scores) for _, scores in groupby(ordered, lambda s: (s.system, s.budget))]
     parts = [
         f"# {Path(run.model).name} on {len(run.texts)} texts",
-        describe_run(run),
+        run.head(),
         f"Of each text {run.context} tokens, the last {run.scored} of which count, after "
         f"{run.warm_up} that decode while systems become sparse.",
         EXPLANATION,
@@ -78,7 +78,7 @@ def markdown(found: Report) -> str:
         ),
         "## Texts",
         table_of({"text": name, "sha256": sha256[:16]} for name, sha256 in run.texts.items()),
-        *describe_failures(run),
+        *run.foot(),
     ]
     return "\n\n".join(parts)
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from tqdm import tqdm
@@ -19,14 +19,7 @@ from scripts.shared.machine import describe, visible_gpus
 from scripts.shared.models import folder_of, model_config
 from scripts.shared.report import provenance
 from scripts.shared.serving import PLAIN, Client, Server
-from scripts.shared.systems import (
-    CACHE_RANK,
-    INLINE,
-    SYSTEMS,
-    System,
-    parse_assignments,
-    to_flags,
-)
+from scripts.shared.systems import CACHE_RANK, INLINE, SYSTEMS, System, parse_assignments, to_flags
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 ENVIRONMENT = {ALLOW_LARGE_BUDGET_VARIABLE: "1"}
@@ -54,7 +47,7 @@ class Load(NamedTuple):
     threshold: int  # tokens of a request before it turns sparse
 
 
-class Run(msgspec.Struct, kw_only=True):
+class Run(msgspec.Struct):
     """How results came about."""
 
     commands: list[str]
@@ -62,6 +55,22 @@ class Run(msgspec.Struct, kw_only=True):
     model: str  # folder or name
     settings: dict[str, Any]  # arguments of sparse systems
     failures: dict[str, str] = {}  # of servers, by label
+
+    @classmethod
+    def of(cls, name: str, argv: Sequence[str], options: argparse.Namespace, **more: Any) -> Self:
+        """That of a `python -m scripts.NAME`, before any server is started."""
+        machine = describe(list(dict.fromkeys(options.gpus)))
+        command, settings = command_line(name, argv), options.settings
+        return cls([command], machine, options.model, settings, **more)
+
+    def head(self) -> str:
+        """The head of a report: commands, machine and settings."""
+        settings = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"{provenance(self.commands, self.machine)} Sparse systems: {settings}."
+
+    def foot(self) -> list[str]:
+        """The foot of a report: a line a server that failed."""
+        return [f"{label} failed: {reason}" for label, reason in self.failures.items()]
 
 
 def add_options(
@@ -124,16 +133,6 @@ def make_systems(options: argparse.Namespace) -> list[System]:
             one = system.with_budget(budget)
             systems[one.label] = one
     return list(systems.values())
-
-
-def start_run(name: str, argv: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of Run, of a `python -m scripts.NAME`."""
-    return {
-        "commands": [command_line(name, argv)],
-        "machine": describe(list(dict.fromkeys(options.gpus))),
-        "model": options.model,
-        "settings": options.settings,
-    }
 
 
 def attended_tokens(system: System, settings: Mapping[str, Any]) -> int:
@@ -229,14 +228,3 @@ def serve_each(
 def place_of(label: str) -> int:
     """Where a system stands in tables."""
     return list(SYSTEMS).index(label.partition(":")[0])
-
-
-def describe_run(run: Run) -> str:
-    """The head of a report: commands, machine and settings."""
-    settings = ", ".join(f"{name}={value}" for name, value in run.settings.items())
-    return f"{provenance(run.commands, run.machine)} Sparse systems: {settings}."
-
-
-def describe_failures(run: Run) -> list[str]:
-    """The foot of a report: a line a server that failed."""
-    return [f"{label} failed: {reason}" for label, reason in run.failures.items()]
