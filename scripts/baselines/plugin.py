@@ -1,16 +1,25 @@
-"""Registers the baselines with SGLang, beside the plugin of the cache rank."""
+"""Registers the baselines with SGLang, beside the plugin of the cache rank, or a rounded KV cache.
+
+No engine for CPUs has an FP8 cache. What decode and later chunks of a prompt attend to is, rounded,
+what such a cache on a GPU holds.
+"""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_server_args
+from torch import Tensor
 
 from scripts.baselines.args import BACKEND, BaselineServerArgs
 from scripts.baselines.selection import QUEST_PAGE
 from sglang_ext import processes
+
+ROUNDED = {"fp8_e4m3": torch.float8_e4m3fn}
 
 _backends: list[Any] = []
 """The decode backend of this process, when it has one."""
@@ -56,4 +65,25 @@ def after_forward(result: Any, runner: Any, forward_batch: Any, *_: Any, **__: A
 def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
     """Run SGLang's scheduler process with baselines."""
     register()
+    return processes.run_scheduler_process(*args, **kwargs)
+
+
+def run_rounding_scheduler_process(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Run SGLang's scheduler process, on a CPU, with a KV cache rounded to such a dtype."""
+
+    def write(
+        original: Callable[..., Any],
+        pool: Any,
+        layer: Any,
+        rows: Any,
+        keys: Tensor,
+        values: Tensor,
+        *rest: Any,
+        **others: Any,
+    ) -> None:
+        rounded = (part.to(ROUNDED[name]).to(part.dtype) for part in (keys, values))
+        original(pool, layer, rows, *rounded, *rest, **others)
+
+    target = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer"
+    HookRegistry.register(target, write, HookType.AROUND)
     return processes.run_scheduler_process(*args, **kwargs)
