@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import requests
@@ -79,12 +80,9 @@ class Streams:
         self._chains = [
             Chain.of(make_chain(number, FACTS, HOPS), tokenizer) for number in range(PROMPTS)
         ]
-        self._threads = [
-            threading.Thread(target=self._run, args=(random.Random(stream),), daemon=True)
-            for stream in range(streams)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._pool = ThreadPoolExecutor(streams)
+        for stream in range(streams):
+            self._pool.submit(self._run, random.Random(stream))
 
     def active(self) -> list[str]:
         """The names of the requests under way."""
@@ -94,8 +92,7 @@ class Streams:
     def stop(self) -> None:
         """Send no more, and wait for those under way."""
         self._stopping.set()
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown()
 
     def _run(self, source: random.Random) -> None:
         while not self._stopping.is_set():
