@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
 import torch
 from torch import Tensor
+
+from scripts.shared.statistics import quantile
 
 LOW_RATIO = 0.05
 """The quantile of the probability ratio that is reported, as in Sparrow (arXiv 2606.08446)."""
@@ -44,7 +47,7 @@ def compare(dense: Tensor, system: Tensor, text: Sequence[int]) -> Divergence:
         nll_difference=float(difference.mean()),
         top1_agreement=float((dense.argmax(-1) == system.argmax(-1)).double().mean()),
         ratio_mean=float(torch.minimum(weights, system.exp()).sum(-1).mean()),
-        ratio_p5=float(weighted_quantile(log_ratio, weights, LOW_RATIO).exp()),
+        ratio_p5=math.exp(quantile(log_ratio.flatten(), LOW_RATIO, weights.flatten())),
         largest_difference=float(difference.abs().max()),
     )
 
@@ -52,10 +55,3 @@ def compare(dense: Tensor, system: Tensor, text: Sequence[int]) -> Divergence:
 def kl_by_token(dense: Tensor, system: Tensor) -> Tensor:
     """KL(dense ‖ system) of each token, [tokens] in nats, of log-probabilities."""
     return (dense.exp() * (dense - system)).sum(-1)
-
-
-def weighted_quantile(values: Tensor, weights: Tensor, share: float) -> Tensor:
-    """The smallest value up to which there is this share of all weights; both of one shape."""
-    ordered, order = values.flatten().sort()
-    below = weights.flatten()[order].cumsum(0)
-    return ordered[(below < share * below[-1]).sum().clamp(max=ordered.numel() - 1)]

@@ -11,7 +11,7 @@ width: that 64 of 64 problems are right does not exclude an error rate of 3/64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -59,9 +59,9 @@ def interval(
     return value if low == high == value else f"{value} [{low}, {high}]"
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of the values do not exceed."""
-    return float(np.quantile(values, share, method="inverted_cdf"))
+def quantile(values: Any, share: float, weights: Any = None) -> float:
+    """The smallest value that `share` of the values, [n], or of their weights, do not exceed."""
+    return float(np.quantile(values, share, method="inverted_cdf", weights=weights))
 
 
 def _estimate(statistic: Callable[..., Any], *samples: ArrayLike) -> Estimate:
