@@ -33,7 +33,7 @@ REPORT_INTERVAL = 16
 
 SETTLE_STEPS = 20
 SHAPE_SECONDS, ABORT_SECONDS = 300, 60
-
+SECONDS_BETWEEN_LOOKS = 0.01
 
 WINDOW, WINDOWS = 64, 3
 STEPS = WINDOW * WINDOWS
@@ -107,7 +107,7 @@ def measure_shape(servers: Sequence[Client], job: Job, measurement: Measurement)
     info = servers[0].read("/server_info")
     try:
         plan = plan_batch(job, measurement.shape, info)
-        asyncio.run(_Bench(servers[0], job, measurement.shape, plan).measure(measurement))
+        asyncio.run(_measure(servers[0], job, plan, measurement))
     except NotMeasuredError as error:
         measurement.failure = str(error).replace("|", "/")
         return
@@ -117,86 +117,72 @@ def measure_shape(servers: Sequence[Client], job: Job, measurement: Measurement)
         measurement.attended_tokens = always + selected
 
 
-class _Bench:
-    """Measures a shape on a running server; what the server refuses is NotMeasuredError."""
+async def _measure(client: Client, job: Job, plan: Plan, measurement: Measurement) -> None:
+    """Measure a shape on a running server; what the server refuses is NotMeasuredError."""
+    shape, vocabulary = measurement.shape, model_config(job.model)["vocab_size"]
+    prompts = make_prompts([shape.context] * shape.batch, vocabulary, f"{SEED} {shape}")
+    batch = [Answer(shape.context) for _ in prompts]
+    witness, tasks = batch[0], list[asyncio.Task[None]]()
 
-    def __init__(self, client: Client, job: Job, shape: Shape, plan: Plan) -> None:
-        self._client, self._job, self._plan = client, job, plan
-        lengths, vocabulary = [shape.context] * shape.batch, model_config(job.model)["vocab_size"]
-        self._prompts = make_prompts(lengths, vocabulary, f"{SEED} {shape}")
-        self._batch = [Answer(shape.context) for _ in self._prompts]
-        self._tasks: list[asyncio.Task[None]] = []
-        self._changed = asyncio.Event()  # is set by every report
+    def is_settled(answer: Answer) -> bool:
+        return (answer.sparse_steps if job.cache_rank else answer.written) >= plan.settle
 
-    async def measure(self, measurement: Measurement) -> None:
-        witness = self._batch[0]
-        async with connect() as session:
-            try:
-                async with asyncio.timeout(SHAPE_SECONDS):
-                    begun = time.perf_counter()
-                    start = await asyncio.to_thread(self._client.cache_rank)
-                    for answer, prompt in zip(self._batch, self._prompts, strict=True):
-                        request = follow(
-                            session,
-                            self._client.url,
-                            prompt,
-                            answer,
-                            lambda _: self._changed.set(),
-                            max_new_tokens=self._plan.most_tokens,
-                            stream_interval=1 if answer is witness else REPORT_INTERVAL,
-                        )
-                        self._tasks.append(asyncio.create_task(request))
-                        self._tasks[-1].add_done_callback(lambda _: self._changed.set())
-                    await self._until(lambda: all(map(self._is_settled, self._batch)))
-                    before = await asyncio.to_thread(self._client.cache_rank)
-                    first = witness.written + 2  # not the step that answered
-                    await self._until(lambda: witness.written >= first + STEPS)
-                    after = await asyncio.to_thread(self._client.cache_rank)
-            except TimeoutError:
-                raise NotMeasuredError(f"ran out of time; {self._situation()}") from None
-            finally:
-                await self._abort(session)
-        summarize(measurement, step_times(witness.tokens, witness.times, first, STEPS))
-        measurement.prefill_seconds = max(one.times[0] for one in self._batch) - begun
-        measurement.exchange = exchange_between(start, before, after)
-        if self._job.cache_rank:
-            measurement.sparse_steps = min(one.sparse_steps for one in self._batch)
+    def situation() -> str:
+        started = sum(answer.written > 0 for answer in batch)
+        settled = sum(map(is_settled, batch))
+        return f"{started} of {len(batch)} requests had started and {settled} were settled"
 
-    def _is_settled(self, answer: Answer) -> bool:
-        steps = answer.sparse_steps if self._job.cache_rank else answer.written
-        return steps >= self._plan.settle
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait for reports until a condition holds.
-
-        Raises:
-            NotMeasuredError: a request has ended before.
-            aiohttp.ClientError: the server is gone.
-        """
+    async def until(condition: Callable[[], bool]) -> None:
         while not condition():
-            for task in filter(asyncio.Task.done, self._tasks):
+            for task in filter(asyncio.Task.done, tasks):
                 error = task.exception()
-                if error and not isinstance(error, ServerError):
+                if error and not isinstance(error, ServerError):  # the server is gone
                     raise error
-                raise NotMeasuredError(f"{error or 'a request ended'}; {self._situation()}")
-            self._changed.clear()
-            await self._changed.wait()
+                raise NotMeasuredError(f"{error or 'a request ended'}; {situation()}")
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
 
-    async def _abort(self, session: aiohttp.ClientSession) -> None:
-        """End all requests, and give the server time to free what they held."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ABORT_SECONDS):
-                with contextlib.suppress(aiohttp.ClientError):  # it is gone, and they end as well
-                    await session.post(
-                        f"{self._client.url}/abort_request", json={"abort_all": True}
+    async with connect() as session:
+        try:
+            async with asyncio.timeout(SHAPE_SECONDS):
+                begun = time.perf_counter()
+                start = await asyncio.to_thread(client.cache_rank)
+                for answer, prompt in zip(batch, prompts, strict=True):
+                    request = follow(
+                        session,
+                        client.url,
+                        prompt,
+                        answer,
+                        lambda tokens: None,
+                        max_new_tokens=plan.most_tokens,
+                        stream_interval=1 if answer is witness else REPORT_INTERVAL,
                     )
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0.5)
+                    tasks.append(asyncio.create_task(request))
+                await until(lambda: all(map(is_settled, batch)))
+                before = await asyncio.to_thread(client.cache_rank)
+                first = witness.written + 2  # not the step that answered
+                await until(lambda: witness.written >= first + STEPS)
+                after = await asyncio.to_thread(client.cache_rank)
+        except TimeoutError:
+            raise NotMeasuredError(f"ran out of time; {situation()}") from None
+        finally:
+            await _abort(session, client.url, tasks)
+    summarize(measurement, step_times(witness.tokens, witness.times, first, STEPS))
+    measurement.prefill_seconds = max(one.times[0] for one in batch) - begun
+    measurement.exchange = exchange_between(start, before, after)
+    if job.cache_rank:
+        measurement.sparse_steps = min(one.sparse_steps for one in batch)
 
-    def _situation(self) -> str:
-        started = sum(answer.written > 0 for answer in self._batch)
-        settled = sum(map(self._is_settled, self._batch))
-        return f"{started} of {len(self._batch)} requests had started and {settled} were settled"
+
+async def _abort(
+    session: aiohttp.ClientSession, url: str, tasks: Sequence[asyncio.Task[None]]
+) -> None:
+    """End all requests, and give the server time to free what they held."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ABORT_SECONDS):
+            with contextlib.suppress(aiohttp.ClientError):  # it is gone, and they end as well
+                await session.post(f"{url}/abort_request", json={"abort_all": True})
+            await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(0.5)
 
 
 def step_times(
