@@ -96,14 +96,9 @@ def watch(pieces: Iterator[str], server: Server, states: list[dict[str, Any]]) -
         yield piece
 
 
-def show_cache_rank(
-    before: dict[str, Any], meanwhile: list[dict[str, Any]], after: dict[str, Any]
-) -> None:
-    """Print what the cache rank did between two states."""
-    steps, shipped, waited, seconds = (
-        after[name] - before[name]
-        for name in ("steps", "tokens_shipped", "steps_waited", "wait_seconds")
-    )
+def show_cache_rank(meanwhile: list[dict[str, Any]], after: dict[str, Any]) -> None:
+    """Print what the cache rank did, by its states in the sparse request and behind it."""
+    steps, shipped = after["steps"], after["tokens_shipped"]
     tokens, held = (
         max((state[name] for state in meanwhile), default=0)
         for name in ("tokens_held", "bytes_held")
@@ -114,8 +109,8 @@ def show_cache_rank(
         "tokens attended to": f"{SINKS} sinks + {BUDGET} selected + {RECENT} recent + 1",
         "decode steps exchanged": f"{steps:.0f}",
         "tokens shipped": f"{shipped:.0f}, {shipped / steps:.1f} a step",
-        "steps that waited": f"{waited:.0f}",
-        "time waited": f"{1e3 * seconds / steps:.2f} ms a step",
+        "steps that waited": f"{after['steps_waited']:.0f}",
+        "time waited": f"{1e3 * after['wait_seconds'] / steps:.2f} ms a step",
     }
     table = Table("", Column(justify="right"), title="What the cache rank did", show_header=False)
     for name, value in rows.items():
@@ -139,13 +134,12 @@ def main(argv: Sequence[str]) -> int:
             f"{number_of(chain.prompt)}: {context} tokens in all."
         )
         show_answer("Dense: every token attends to everything", chain, ask(client, chain, False))
-        before = server.cache_rank()
         states: list[dict[str, Any]] = []
         most = SINKS + BUDGET + RECENT + 1
         title = f"Sparse: at most {most} of {context} tokens, in all layers but the first"
         show_answer(title, chain, watch(ask(client, chain, True), server, states))
         time.sleep(0.5)  # the last report
-        show_cache_rank(before, states, server.cache_rank())
+        show_cache_rank(states, server.cache_rank())
         console.print(f"\n[dim]server log: {server.log}[/dim]")
     return 0
 
