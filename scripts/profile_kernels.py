@@ -54,8 +54,10 @@ def copy_bandwidth() -> float:
     return 2 * source.nbytes / (1e-6 * median_microseconds(lambda: target.copy_(source)))
 
 
-def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
+def kernel_rows(rows: int, tokens: int) -> Iterator[dict[str, Any]]:
     """Time the kernels of one layer group, one after the other."""
+    model = ModelShape(36, QUERY_HEADS, KV_HEADS, HEAD_DIM, "bfloat16", HEAD_DIM**-0.5)
+    config = CacheRankConfig(model, layers_per_group=GROUP_LAYERS, kv_residency="bf16")
     budget, capacity, pages = config.sparse_budget, config.max_swap_tokens, tokens // PAGE_TOKENS
     heads = (rows, GROUP_LAYERS, KV_HEADS)
     pool = (rows * pages, GROUP_LAYERS, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
@@ -151,12 +153,6 @@ def kernel_cells(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def config_of(rows: int) -> CacheRankConfig:
-    """The cache rank whose kernels are timed."""
-    model = ModelShape(36, QUERY_HEADS, KV_HEADS, HEAD_DIM, "bfloat16", HEAD_DIM**-0.5)
-    return CacheRankConfig(model, layers_per_group=GROUP_LAYERS, kv_residency="bf16", max_rows=rows)
-
-
 def main() -> None:
     """Measure and print, each time also as soon as there is one: some kernels compile for long."""
     parser = make_parser("profile_kernels", __doc__)
@@ -179,7 +175,7 @@ def main() -> None:
         timed = (row for one in SHAPES for row in attention_rows(*one, options.queries))
     else:
         shape, cells = f"{options.rows} x {options.tokens} tokens", kernel_cells
-        timed = kernel_rows(config_of(options.rows), options.rows, options.tokens)
+        timed = kernel_rows(options.rows, options.tokens)
     results = []
     for row in timed:
         seconds = 1e-3 * row["ms"] if options.attend else 1e-6 * row["us"]
