@@ -18,7 +18,7 @@ from scripts.shared.command import command_line, explained
 from scripts.shared.machine import describe, visible_gpus
 from scripts.shared.models import folder_of, model_config
 from scripts.shared.report import provenance
-from scripts.shared.serving import PLAIN, Client, Server
+from scripts.shared.serving import PLAIN, Client, Server, reason_of
 from scripts.shared.systems import CACHE_RANK, INLINE, SYSTEMS, System, parse_assignments, to_flags
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
@@ -34,9 +34,6 @@ LEAST_POOL_TOKENS = 8192
 
 _SHARED = ("sparse_budget", "sink_tokens", "recent_tokens", "dense_layers")
 """The baselines take these arguments of sparse systems."""
-
-_REASON = 300
-"""A report quotes so many characters of the last line of a failure."""
 
 
 class Load(NamedTuple):
@@ -209,8 +206,7 @@ def serve_each(
             finally:
                 server.stop()
         except Exception as error:  # a system must not take the others down
-            reason = str(error).strip().rpartition("\n")[2][-_REASON:]
-            run.failures[system.label] = f"{type(error).__name__}: {reason}"
+            run.failures[system.label] = reason_of(error)
             tqdm.write(f"{system.label} failed: {str(error)[-1500:]}", file=sys.stderr)
         places.put(gpus)
 

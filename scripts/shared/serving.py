@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,9 @@ from scripts.shared.machine import kill_session
 
 START_SECONDS = 400
 """A first server on a GPU compiles kernels for minutes."""
+
+LONGEST_REASON = 160
+"""Tables hold so many characters of an error."""
 
 PORTS = (10_000, 32_000)
 """Servers listen on a port from the first to below the last of these."""
@@ -193,6 +197,15 @@ def serve(arguments: Sequence[str], environment: dict[str, str] | None = None) -
         yield server.wait_ready()
     finally:
         server.stop()
+
+
+def reason_of(error: Exception, log: str = "") -> str:
+    """One phrase for a server that failed, by what was raised and what its log says."""
+    said = f"{log}\n{type(error).__name__}: {error}"
+    if re.search("out of memory|outofmemory|not enough memory", said, re.IGNORECASE):
+        return "out of memory"
+    errors = re.findall(r"^[\w.]*(?:Error|Exception): .+", said, flags=re.MULTILINE)
+    return (errors or [type(error).__name__])[-1][:LONGEST_REASON].replace("|", "/")  # in a table
 
 
 def stop_on_sigterm() -> None:

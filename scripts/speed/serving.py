@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 from safetensors.torch import save_file
 from tqdm import tqdm
@@ -20,16 +19,12 @@ from scripts.shared.command import command_line
 from scripts.shared.comparison import ENVIRONMENT
 from scripts.shared.models import model_config
 from scripts.shared.report import provenance, write_report
-from scripts.shared.serving import Client, Server, ServerError
+from scripts.shared.serving import Client, Server, ServerError, reason_of
 from scripts.shared.systems import to_flags
 from scripts.speed.calibration import norms_for_unit_logits, write_blank
 from scripts.speed.jobs import Job
 
 START_SECONDS = 600
-LONGEST_ERROR = 160
-
-FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)
-"""How a server or what is asked of it fails; what comes late is an OSError."""
 
 
 class Measurement(msgspec.Struct, kw_only=True):
@@ -96,12 +91,11 @@ def measure_all(
                     measurement.memory_gib = machine.memory_gib(gpus)
                     results.measurements.append(left.pop(0))
                     files = write(results, out)
-        except FAILURES as error:
+        except Exception as error:  # a system must not take the others down
             tqdm.write(f"{job.system}: {error}", file=sys.stderr)
             log = "\n".join(server.tail() for server in servers)
-            said, late = f"{log}\n{type(error).__name__}: {error}", isinstance(error, TimeoutError)
             for measurement in left:
-                measurement.failure = explain_failure(said, bool(servers), late)
+                measurement.failure = reason_of(error, log)
             results.measurements += left
             files = write(results, out)
     print(*files, sep="\n")
@@ -147,15 +141,3 @@ def spread_logits(server: Client, config: dict[str, Any]) -> None:
         answer = server.post("/update_weights_from_disk", body)
     if answer.status_code != 200:
         raise ServerError(f"/update_weights_from_disk answers {answer.text}")
-
-
-def explain_failure(log: str, was_ready: bool, ran_out_of_time: bool) -> str:
-    """One phrase for a server that was not measured, from what it and its client say."""
-    if re.search("out of memory|outofmemory|not enough memory", log, re.IGNORECASE):
-        return "out of memory"
-    if ran_out_of_time:
-        return "ran out of time" if was_ready else "did not start in time"
-    phrase = "ended while measuring" if was_ready else "did not start"
-    errors = re.findall(r"^[\w.]*(?:Error|Exception): .+", log, flags=re.MULTILINE)
-    reason = f" ({errors[-1][:LONGEST_ERROR]})" if errors else ""
-    return (phrase + reason).replace("|", "/")  # it stands in a table

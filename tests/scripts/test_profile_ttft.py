@@ -65,7 +65,7 @@ def test_a_system_that_fails_is_a_line_of_the_table(
     monkeypatch.setattr(serving, "serve_job", serve_job)
     assert main([*ARGUMENTS, "--repeats", "1", "--out", str(tmp_path)]) == 1
     text = (tmp_path / "results.md").read_text()
-    assert "| cache-rank-working-set | 400 | did not start (RuntimeError: no room) |" in text
+    assert "| cache-rank-working-set | 400 | RuntimeError: no room |" in text
     assert "| dense | 400 | again |" in text
 
 

@@ -156,7 +156,7 @@ def test_a_server_that_does_not_start_is_explained(
     assert main([*line.split(), str(tmp_path)]) == 1
     text = (tmp_path / "results.md").read_text()
     for shape in ("1 × 400", "2 × 400"):
-        assert row_of(text, shape, "dense", "did not start in time")
+        assert row_of(text, shape, "dense", "TimeoutError: server not ready:")
     assert len([*(tmp_path / "logs").iterdir()]) == 1
 
 
