@@ -74,7 +74,7 @@ class Watch:
         """Of all processes of SGLang together, and of the cache rank, whichever process it is."""
         return {rank: Memory.of(samples) for rank, samples in self._samples.items()}
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Watch no more."""
         self._stopping.set()
         self._thread.join()
