@@ -4,8 +4,7 @@ Quest (arXiv 2406.10774), TOVA (arXiv 2401.06104), a window, and an oracle selec
 rank, with the current query, before each layer's attention. They share --sparse-budget,
 --sink-tokens, --recent-tokens and --dense-layers with a cache rank.
 
-    args.py        the flag --decode-mode, and what a baseline needs of SGLang
-    plugin.py      registers the attention backend and hooks, or rounds K and V as an FP8 cache does
+    plugin.py      the flag --decode-mode, and what SGLang has to know; rounding, as in an FP8 cache
     launch.py      python -m scripts.baselines.launch --decode-mode quest
     attention.py   the decode attention backend
     selection.py   what each mode attends to

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from scripts.baselines.args import BaselineServerArgs
+from scripts.baselines.plugin import BaselineServerArgs
 from scripts.baselines.reference import Budget
 from scripts.baselines.selection import QUEST_PAGE, Selection, Step, attend
 from sglang_ext.dense_kernels import AroundDenseKernels

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 
 from scripts.baselines import plugin
-from scripts.baselines.args import BaselineServerArgs
 from sglang_ext.launch import main
 
 
@@ -34,7 +33,7 @@ def serve(argv: Sequence[str]) -> int:
         return main(others, run_scheduler_process=run)
 
     plugin.register()
-    return main(others, BaselineServerArgs, plugin.run_scheduler_process)
+    return main(others, plugin.BaselineServerArgs, plugin.run_scheduler_process)
 
 
 if __name__ == "__main__":

@@ -33,59 +33,40 @@ class Step:
     scores: Tensor  # (B, H, pages) float32
 
 
+@dataclasses.dataclass
 class Selection:
     """Lists of one mode over SGLang's pools.
 
     Attributes:
         heads: H, the lists of a request.
-        budget: what is attended to.
+        bounds: for `quest`, of every page of the pool, a tensor a sparse layer.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        budget: Budget,
-        req_to_token: Tensor,
-        keys: list[Tensor],
-        scale: float,
-        pool_page: int,
-    ) -> None:
-        """Allocate what outlives a step: for `quest`, the bounds of every page of the pool.
+    mode: str  # a key of PER_HEAD
+    budget: Budget  # what is attended to
+    table: Tensor  # (request slots, context) int32
+    keys: list[Tensor]  # of each sparse layer, (pool rows, Hkv, D)
+    scale: float  # factor on the logits
+    pool_page: int  # tokens of a page of the pool
 
-        Args:
-            mode: a key of PER_HEAD.
-            budget: what is attended to.
-            req_to_token: (request slots, context) int32.
-            keys: of each sparse layer, (pool rows, Hkv, D).
-            scale: factor on the logits.
-            pool_page: tokens of a page of the pool.
-        """
-        self.mode = mode
-        self.budget = budget
-        self._req_to_token = req_to_token
-        self._keys = keys
-        self._scale = scale
-        self._pool_page = pool_page
-        rows, kv_heads, head_dim = keys[0].shape
-        self.heads = kv_heads if PER_HEAD[mode] else 1
-        self._kernels = kernels if keys[0].is_cuda else reference
-        self.bounds = (
-            [key.new_zeros((rows // pool_page, kv_heads, 2, head_dim)) for key in keys]
-            if mode == "quest"
-            else []
-        )
+    def __post_init__(self) -> None:
+        rows, kv_heads, head_dim = self.keys[0].shape
+        self.heads = kv_heads if PER_HEAD[self.mode] else 1
+        self._kernels = kernels if self.keys[0].is_cuda else reference
+        shape = (rows // self.pool_page, kv_heads, 2, head_dim)
+        self.bounds = [key.new_zeros(shape) for key in self.keys if self.mode == "quest"]
 
     def prepare_step(self, slots: Tensor, lengths: Tensor) -> Step:
         """Prepare a decode step; the operations can be captured in a CUDA graph."""
-        rows, budget, context = slots.shape[0], self.budget, self._req_to_token.shape[1]
-        batch = Batch(self._req_to_token, slots, lengths, self._pool_page)
+        rows, budget, context = slots.shape[0], self.budget, self.table.shape[1]
+        batch = Batch(self.table, slots, lengths, self.pool_page)
         attended = budget.attended_of(lengths).to(torch.int32)
         pages = torch.arange(-(-context // budget.page), device=slots.device)
         step = Step(
             batch,
             # The reshape of one row would be a view, which FlashAttention refuses.
             attended=attended[:, None].expand(rows, self.heads).reshape(-1).contiguous(),
-            lists=self._req_to_token.new_zeros((rows, self.heads, budget.width)),
+            lists=self.table.new_zeros((rows, self.heads, budget.width)),
             scores=pages.float().repeat(rows, self.heads, 1),
         )
         if self.mode == "window":  # the newest are the best, in every layer
@@ -96,23 +77,23 @@ class Selection:
         """Write one sparse layer's lists, by queries, (B, Hq, D), after its keys are written."""
         if self.mode == "window":
             return
-        batch, keys, scores = step.batch, self._keys[layer], step.scores
+        batch, keys, scores = step.batch, self.keys[layer], step.scores
         if self.mode == "quest":
             self._build_bounds(layer, batch, batch.lengths - 1, 1)
             self._kernels.score_pages(queries, self.bounds[layer], batch, self.budget, scores)
         else:
             shared = self.mode == "tova"
-            reference.score_tokens(queries, keys, batch, self._scale, shared, scores)
+            reference.score_tokens(queries, keys, batch, self.scale, shared, scores)
         self._kernels.select(scores, batch, self.budget, step.lists)
 
     def on_prefill(self, slots: Tensor, before: Tensor, after: Tensor, most: int) -> None:
         """Take the bounds of the pages that prompts have completed, by at `most` so many tokens."""
-        batch = Batch(self._req_to_token, slots, after, self._pool_page)
+        batch = Batch(self.table, slots, after, self.pool_page)
         for layer in range(len(self.bounds)):
             self._build_bounds(layer, batch, before, most // self.budget.page + 1)
 
     def _build_bounds(self, layer: int, batch: Batch, before: Tensor, max_pages: int) -> None:
-        keys, page, bounds = self._keys[layer], self.budget.page, self.bounds[layer]
+        keys, page, bounds = self.keys[layer], self.budget.page, self.bounds[layer]
         self._kernels.build_bounds(keys, batch, before, max_pages, page, bounds)
 
 
