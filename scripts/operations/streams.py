@@ -14,7 +14,7 @@ import requests
 from transformers import AutoTokenizer
 
 from scripts.accuracy.pointer_chase import Problem, make_chain
-from scripts.shared.serving import Client
+from scripts.shared.serving import Client, ServerError
 from sglang_ext.server_args import BUNDLED_MODEL
 
 FACTS, HOPS = 128, 60
@@ -120,7 +120,7 @@ class Streams:
                 rid=name,
                 sampling_params={"custom_params": {"cache_rank": sparse}},
             )
-        except (requests.RequestException, ValueError) as error:
+        except (requests.RequestException, ServerError, ValueError) as error:
             return Ended("failed", time.monotonic() - started, mistake=f"{name}: {error}")
         seconds = time.monotonic() - started
         meta = response["meta_info"]

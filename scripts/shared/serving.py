@@ -76,14 +76,23 @@ class Client:
         return requests.post(f"{self.url}{path}", json=body or {}, timeout=timeout)
 
     def generate(
-        self, input_ids: Sequence[int] | Sequence[list[int]], max_new_tokens: int, **options: Any
+        self,
+        input_ids: Sequence[int] | Sequence[list[int]],
+        max_new_tokens: int,
+        timeout: float = 240,
+        **options: Any,
     ) -> Any:
-        """One request, or a batch of them; the response of `/generate`."""
+        """One request, or a batch of them; the response of `/generate`.
+
+        Raises:
+            ServerError: it was refused.
+        """
         parameters = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
         parameters |= options.pop("sampling_params", {})
         body = {"input_ids": list(input_ids), "sampling_params": parameters, **options}
-        response = self.post("/generate", body)
-        response.raise_for_status()
+        response = self.post("/generate", body, timeout)
+        if not response.ok:
+            raise ServerError(f"/generate answers {response.status_code}: {response.text[:500]}")
         return response.json()
 
     def generate_all(
