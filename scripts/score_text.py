@@ -24,9 +24,8 @@ import msgspec
 from transformers import AutoTokenizer
 
 from scripts.language import forcing
-from scripts.language.divergence import compare, kl_by_token
 from scripts.language.forcing import Forced, force
-from scripts.language.report import Report, Score, TextRun, markdown
+from scripts.language.report import Report, Score, TextRun, compare, kl_by_token, markdown
 from scripts.shared import comparison
 from scripts.shared.command import make_parser, run
 from scripts.shared.models import folder_of

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.language.divergence import compare, kl_by_token
+from scripts.language.report import compare, kl_by_token
 from scripts.shared.statistics import quantile
 
 
