@@ -36,8 +36,8 @@ from scripts.shared.report import number, percent, table_of
 from scripts.shared.serving import Server
 from scripts.shared.streaming import Answer, Request, send
 from scripts.shared.systems import System
-from scripts.speed.jobs import SEED, Job, Shape, add_engine_options, make_job
-from scripts.speed.serving import Results, measure_all
+from scripts.speed import serving
+from scripts.speed.serving import SEED, Job, Results, Shape
 
 WARM_UP_TOKENS = 32
 LOAD_SECONDS = 3600
@@ -57,7 +57,7 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line, with its jobs; ValueError if it is wrong."""
     parser = make_parser("profile_reasoning", __doc__)
-    add_engine_options(parser, budget=None)
+    serving.add_engine_options(parser, budget=None)
     add = parser.add_argument
     add("--loads", nargs="+", type=explained(Load.parse), required=True,
         help="STREAMSxPROMPT+ANSWER")  # fmt: skip
@@ -79,7 +79,7 @@ def job_of(label: str, options: argparse.Namespace) -> Job:
     longest = max(load.longest for load in options.loads)
     streams = -(-max(load.streams for load in options.loads) // servers)
     batches = [batch for batch in GRAPH_BATCHES if batch < streams] + [streams]
-    return make_job(label, [Shape(batch, longest) for batch in batches], options, servers)
+    return serving.make_job(label, [Shape(batch, longest) for batch in batches], options, servers)
 
 
 def measure_load(
@@ -172,7 +172,9 @@ def main(argv: Sequence[str]) -> int:
         return [Measurement(system=job.system, load=load.name) for load in options.loads]
 
     measure_one, out = partial(measure_load, options), options.out
-    return measure_all(results, options.jobs, measurements_of, measure_one, write_results, out)
+    return serving.measure_all(
+        results, options.jobs, measurements_of, measure_one, write_results, out
+    )
 
 
 if __name__ == "__main__":

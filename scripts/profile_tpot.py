@@ -24,8 +24,7 @@ from scripts.shared import machine
 from scripts.shared.command import explained, make_parser, run
 from scripts.shared.report import number, table_of
 from scripts.speed.bench import Measurement, measure_shape
-from scripts.speed.jobs import Job, Shape, add_engine_options, make_job
-from scripts.speed.serving import Results, measure_all
+from scripts.speed.serving import Job, Results, Shape, add_engine_options, make_job, measure_all
 
 EXPLANATION = """\
 TPOT is the median decode step of the batch (p10–p90), and its spread is that of the windows'

@@ -32,8 +32,7 @@ from scripts.shared.report import number, table_of
 from scripts.shared.serving import Client, Server
 from scripts.shared.streaming import Request, send
 from scripts.speed import serving
-from scripts.speed.jobs import SEED, Job, Shape, add_engine_options, make_job, make_prompts
-from scripts.speed.serving import Results, measure_all
+from scripts.speed.serving import SEED, Job, Results, Shape
 
 TURNS = 4
 LEAST_ANSWER = 64
@@ -64,7 +63,7 @@ class Measurement(serving.Measurement, kw_only=True):
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """The command line, with jobs; ValueError if it is wrong."""
     parser = make_parser("profile_ttft", __doc__)
-    add_engine_options(parser, budget=2048)
+    serving.add_engine_options(parser, budget=2048)
     add = parser.add_argument
     add("--lengths", nargs="+", type=int, required=True, help="tokens of prompts")
     add("--repeats", type=int, default=5, help="prompts and conversations of each length")
@@ -77,7 +76,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     if options.repeats < 1 or min(options.lengths) < 2 * TURNS:
         raise ValueError(f"--repeats must be at least 1, and --lengths at least {2 * TURNS}")
     shapes = [Shape(1, length + _answer(length)) for length in options.lengths]
-    options.jobs = [make_job(label, shapes, options) for label in options.systems]
+    options.jobs = [serving.make_job(label, shapes, options) for label in options.systems]
     return options
 
 
@@ -98,7 +97,7 @@ def ask(client: Client, prompt: list[int], asked: Asked) -> list[int]:
 def measure(client: Client, job: Job, repeats: int, measurement: Measurement) -> None:
     """Ask prompts of a length and hold conversations, after one of each that does not count."""
     length, vocabulary = measurement.length, model_config(job.model)["vocab_size"]
-    drawn = make_prompts([length] * 2 * (repeats + 1), vocabulary, SEED + length)
+    drawn = serving.make_prompts([length] * 2 * (repeats + 1), vocabulary, SEED + length)
     kinds = ["new", "again", *(f"turn {turn}" for turn in range(1, TURNS + 1))]
     uncounted, measurement.asked = ([Asked(kind) for kind in kinds] for _ in range(2))
     for asked, prompts in ((uncounted, drawn[:2]), (measurement.asked, drawn[2:])):
@@ -153,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
         measure(servers[0], job, options.repeats, measurement)
 
     jobs, out = options.jobs, options.out
-    return measure_all(results, jobs, measurements_of, measure_length, write_results, out)
+    return serving.measure_all(results, jobs, measurements_of, measure_length, write_results, out)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from scripts.shared.streaming import Request
-from scripts.speed.jobs import make_prompts
+from scripts.speed.serving import make_prompts
 
 SKEW = 1.5
 """The first parameter of the Beta distribution of answers: most are short, and few very long."""

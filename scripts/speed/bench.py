@@ -25,7 +25,7 @@ from scripts.shared.serving import Client, ServerError, cache_rank_state
 from scripts.shared.statistics import quantile
 from scripts.shared.streaming import Answer, connect, follow
 from scripts.speed import serving
-from scripts.speed.jobs import SEED, Job, Shape, make_prompts
+from scripts.speed.serving import SEED, Job, Shape, make_prompts
 from sglang_ext.flags import SPARSE_THRESHOLD
 
 REPORT_INTERVAL = 16

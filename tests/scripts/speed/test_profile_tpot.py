@@ -22,7 +22,7 @@ from scripts.speed.bench import (
     step_times,
     summarize,
 )
-from scripts.speed.jobs import Job, Shape
+from scripts.speed.serving import Job, Shape
 
 SHAPE = Shape(8, 32768)
 
