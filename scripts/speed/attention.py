@@ -20,7 +20,6 @@ from cache_rank.kernels.quantspec.reference import GROUP as QUANTSPEC_GROUP
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
-from scripts.shared.report import number, percent
 
 SHAPES = ((8, 8192), (8, 32768), (8, 131072), (1, 262144))
 """Requests, and the tokens of each."""
@@ -35,8 +34,8 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of queries (B, Q, Hq, D), keys and values (B, Hkv, n, D): outputs (B, Q, Hq, D)."""
 
 
-def median_microseconds(action: Callable[[], Any], repeats: int = 20) -> float:
-    """Median of what an action takes on the GPU, after two times that warm up."""
+def median_ms(action: Callable[[], Any], repeats: int = 20) -> float:
+    """Median of the milliseconds that an action takes on the GPU, after two times that warm up."""
     times = []
     for _ in range(repeats + 2):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -47,7 +46,7 @@ def median_microseconds(action: Callable[[], Any], repeats: int = 20) -> float:
         action()
         stop.record()
         torch.cuda.synchronize()
-        times.append(1e3 * start.elapsed_time(stop))
+        times.append(start.elapsed_time(stop))
     return statistics.median(times[2:])
 
 
@@ -161,8 +160,7 @@ def attention_rows(rows: int, tokens: int, queries: int) -> Iterator[dict[str, A
 
     def timed(name: str, action: Callable[[], Any], moved: int, **more: Any) -> dict[str, Any]:
         shape = {"requests": rows, "tokens": tokens, "queries": queries}
-        ms = median_microseconds(action) / 1e3
-        return {**shape, "attention": name, "ms": ms, "bytes": moved, **more}
+        return {**shape, "kernel": name, "ms": median_ms(action), "bytes": moved, **more}
 
     kinds: dict[str, Attention] = {"PyTorch": _torch_attention}
     if flash := _flash_attention(rows, tokens):
@@ -199,15 +197,3 @@ def attention_rows(rows: int, tokens: int, queries: int) -> Iterator[dict[str, A
         error = float((found - expected).square().mean() / expected.square().mean()) ** 0.5
         yield timed(f"{name}: on codes", attend, read, error=error)
         del held, decode, decode_and_attend, attend
-
-
-def attention_cells(row: dict[str, Any]) -> dict[str, str]:
-    """One of these in a table."""
-    return {
-        "requests x tokens": f"{row['requests']} x {row['tokens'] // 1024} K",
-        "attention": row["attention"],
-        "ms": number(row["ms"], 3),
-        "MB moved": number(row["bytes"] / 1e6, 0),
-        "share of copy": number(row["share"]),
-        "off by": percent(row["error"], 2) if "error" in row else "",
-    }
