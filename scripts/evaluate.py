@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from scripts.accuracy.pointer_chase import Grade, Problem, make_chain
 from scripts.shared import comparison, statistics
@@ -133,7 +134,7 @@ def _summarize(label: str, outcomes: Mapping[str, Outcome], hops: int) -> Result
     exact, difference = [grade.exact for grade in grades], None
     if label != DENSE and DENSE in outcomes:
         dense = [grade.exact for grade in outcomes[DENSE].grades]
-        difference = statistics.difference(exact, dense)
+        difference = statistics.mean(np.subtract(exact, dense, dtype=float))
     counts = [meta["cache_rank"] for meta in metas if meta.get("cache_rank")]
     sparse, stale = (sum(c[name] for c in counts) for name in ("sparse_steps", "stale_steps"))
     return Result(

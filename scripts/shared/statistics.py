@@ -32,17 +32,8 @@ def mean(values: ArrayLike) -> Estimate:
     return _estimate(np.mean, values)
 
 
-def difference(values: ArrayLike, baseline: ArrayLike) -> Estimate:
-    """The mean of `values - baseline`, [problems] each in the same order.
-
-    Raises:
-        ValueError: not as many of one as of the other.
-    """
-    return mean(np.subtract(values, baseline, dtype=np.float64))
-
-
 def ratio(values: ArrayLike, baseline: ArrayLike) -> Estimate:
-    """The mean of `values` over that of `baseline`, which is positive; see `difference`."""
+    """The mean of `values` over that of `baseline`, which is positive, [problems] in one order."""
     return _estimate(
         lambda v, b, axis: np.mean(v, axis=axis) / np.mean(b, axis=axis), values, baseline
     )
