@@ -27,8 +27,6 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from scripts.reasoning.loads import Load
-from scripts.reasoning.measures import Measurement, Run, measure
 from scripts.shared.command import explained, make_parser, run
 from scripts.shared.comparison import GRAPH_BATCHES
 from scripts.shared.models import model_config
@@ -37,6 +35,7 @@ from scripts.shared.serving import Server
 from scripts.shared.streaming import Answer, Request, send
 from scripts.shared.systems import System
 from scripts.speed import serving
+from scripts.speed.loads import Load, Measurement, Run, measure
 from scripts.speed.serving import SEED, Job, Results, Shape
 
 WARM_UP_TOKENS = 32

@@ -11,15 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scripts.profile_reasoning import parse_options
-from scripts.reasoning.loads import Load
-from scripts.reasoning.measures import (
-    curve,
-    longest_gap,
-    measure,
-    time_per_token,
-)
 from scripts.shared.streaming import Answer
 from scripts.shared.systems import to_flags
+from scripts.speed.loads import Load, curve, longest_gap, measure, time_per_token
 
 DRAWN = Load.parse("64x200-1000+8000/32000")
 
