@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import platform
-import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -122,12 +121,12 @@ def measure(config: CacheRankConfig, sequences: list[Recorded]) -> dict[str, flo
         raise ValueError("the recording has no step whose selection was complete")
     model = config.model
     token_bytes = 2 * model.head_dim * model.torch_dtype.itemsize
+    recall, attention, entering, _ = map(float, np.mean(steps, axis=0))
     most = int(np.quantile([step.entering_most for step in steps], 0.99, method="higher"))
     sized = msgspec.structs.replace(config, max_swap_tokens=max(1, most))
-    entering = statistics.mean(step.entering_mean for step in steps)
     return {
-        "recall": statistics.mean(step.recall for step in steps),
-        "attention captured": statistics.mean(step.attention_mass for step in steps),
+        "recall": recall,
+        "attention captured": attention,
         "entering mean": entering,
         "p99 of most": most,
         "useful bytes a step": round(entering * model.layers * model.kv_heads * token_bytes),
