@@ -125,10 +125,11 @@ def _score(
     counted = slice(first - sparse_from, None)
     divergence = compare(expected[counted], found[counted], forced.tokens[first:])
     label, budget = system.without_budget()
-    attended = options.context
-    if system.is_sparse:
-        said = statistics.get("attended_tokens")  # baselines say nothing
-        attended = said or min(attended, comparison.attended_tokens(system, options.settings))
+    attended = statistics.get("attended_tokens") if system.is_sparse else options.context
+    if not attended:  # only selection in SGLang's process says it
+        parts = {**options.settings, **system.changes}
+        most = parts["sink_tokens"] + parts["sparse_budget"] + parts["recent_tokens"] + 1
+        attended = min(options.context, most)
     return Score(
         text=text,
         system=label,
@@ -189,7 +190,6 @@ def score(options: argparse.Namespace, argv: Sequence[str]) -> TextRun:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Score; the exit status."""
     return int(bool(score(parse_options(argv), argv).failures))
 
 

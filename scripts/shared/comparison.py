@@ -132,12 +132,6 @@ def make_systems(options: argparse.Namespace) -> list[System]:
     return list(systems.values())
 
 
-def attended_tokens(system: System, settings: Mapping[str, Any]) -> int:
-    """The most tokens that a sparse layer attends to: sinks, selected and recent ones, its own."""
-    arguments = {**settings, **system.changes}
-    return sum(arguments[name] for name in _SHARED[:3]) + 1
-
-
 def server_flags(system: System, options: argparse.Namespace, load: Load) -> list[str]:
     """The command line of a system's server; what the user gives comes last and wins."""
     arguments = {**system.arguments, **system.changes}
