@@ -23,7 +23,6 @@ from scripts.shared.report import write_report
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
     parser = make_parser("benchmark", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -54,7 +53,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; the exit status."""
     options = parse_options(argv)
     try:
         if options.command == "compare":

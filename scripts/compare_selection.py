@@ -156,7 +156,6 @@ def _cells(measured: dict[str, float]) -> dict[str, str]:
 
 @torch.no_grad()
 def main(argv: Sequence[str]) -> int:
-    """Record, replay, print; the exit status."""
     parser = make_parser("compare_selection", __doc__)
     parser.add_argument("--recording", type=Path, metavar="FOLDER", help="replay what it holds")
     options = parser.parse_args(argv)

@@ -148,7 +148,6 @@ def _summarize(label: str, outcomes: Mapping[str, Outcome], hops: int) -> Result
 
 
 def markdown(found: Report) -> str:
-    """The report as text."""
     parts = [
         f"# {found.chains} chains of {found.hops} hops through {FACTS} facts",
         found.run.head(),
@@ -171,7 +170,6 @@ def markdown(found: Report) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluate; the exit status."""
     options = parse_options(argv)
     found = evaluate(options, argv)
     print(*write_report(options.out, "results", found, markdown(found)), sep="\n")

@@ -169,7 +169,6 @@ def tokenizer(gguf: Path) -> Any:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Fetch; the exit status."""
     parser = make_parser("fetch_model", __doc__)
     add = parser.add_argument
     add("model", choices=list(MODELS))

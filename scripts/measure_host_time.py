@@ -125,7 +125,6 @@ def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = make_parser("measure_host_time", __doc__)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--device", choices=list(MODELS), default="cpu")

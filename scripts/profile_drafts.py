@@ -110,7 +110,6 @@ def report_of(found: Sequence[Confirmed], drafts: int, head: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure; the exit status."""
     options = parse_options(argv)
     tokenizer, found = Tokenizer.from_file(str(options.folder / "tokenizer.json")), []
     texts = [tokenizer.encode(text.read()).ids for text in list(TEXTS.values())[: options.texts]]

@@ -163,7 +163,6 @@ def _plot(loads: dict[str, dict[str, Run]], path: Path) -> Path:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; the exit status."""
     options = parse_options(argv)
     results = Results.of("profile_reasoning", argv, options.jobs)
 

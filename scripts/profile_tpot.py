@@ -98,7 +98,6 @@ def _row(m: Measurement) -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; the exit status."""
     options = parse_options(argv)
     results: Results = options.results
     measured = {(one.system, one.shape) for one in results.measurements}

@@ -141,7 +141,6 @@ def _rows(m: Measurement) -> list[dict[str, str]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; the exit status."""
     options = parse_options(argv)
     results = Results.of("profile_ttft", argv, options.jobs)
 

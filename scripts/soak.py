@@ -69,7 +69,6 @@ METRICS_OF_A_PROCESS = re.compile(r"(?:counter|gauge|histogram|summary)\w*_(\d+)
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Read a command line; ends if it is wrong."""
     parser = make_parser("soak", __doc__)
     add = parser.add_argument
     add("--seconds", type=float, default=120, help="in all, start-up apart; default: 120")
@@ -211,7 +210,6 @@ def files_in(*places: Path) -> set[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Soak a server in each mode; returns the exit status."""
     options = parse_options(argv)
     console = Console()
     failed = False

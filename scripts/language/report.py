@@ -107,7 +107,6 @@ class Report(msgspec.Struct):
 
 
 def markdown(found: Report) -> str:
-    """The report as text."""
     run = found.run
     ordered = sorted(found.cells, key=lambda s: (place_of(s.system), s.system, s.budget or 0))
     cells = [list(scores) for _, scores in groupby(ordered, lambda s: (s.system, s.budget))]

@@ -40,9 +40,10 @@ def command_line(name: str, argv: Sequence[str]) -> str:
 
 
 def run(main: Callable[[Sequence[str]], int], interrupted: str = "interrupted") -> NoReturn:
-    """Run a command with this process's arguments; SIGTERM interrupts it, as Ctrl-C does.
+    """Run a command with this process's arguments; `main` returns the exit status.
 
-    What a user, a file or a server got wrong is said without a traceback.
+    SIGTERM interrupts it, as Ctrl-C does. What a user, a file or a server got wrong is said without
+    a traceback.
     """
     stop_on_sigterm()
     try:

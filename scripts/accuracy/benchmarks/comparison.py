@@ -143,7 +143,6 @@ def _summarize(run: Run) -> Summary:
 
 
 def markdown(found: Report) -> str:
-    """All tables."""
     baseline, system = found.names
     parts = [
         f"# {system} against {baseline}",
