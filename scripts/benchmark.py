@@ -16,8 +16,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.accuracy.benchmarks.comparison import compare_folders, markdown
-from scripts.accuracy.benchmarks.runs import BENCHMARKS, run_benchmark
+from scripts.accuracy.comparison import compare_folders, markdown
+from scripts.accuracy.runs import BENCHMARKS, run_benchmark
 from scripts.shared.command import command_line, make_parser, run
 from scripts.shared.report import write_report
 

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from scripts.accuracy.benchmarks.runs import Run, read_run
+from scripts.accuracy.runs import Run, read_run
 from scripts.shared import statistics
 from scripts.shared.report import percent, table_of
 from scripts.shared.statistics import Estimate, interval
