@@ -26,15 +26,10 @@ from scripts.shared.serving import Server, serve
 from sglang_ext.flags import SHARE_GPU_VARIABLE
 
 SINKS, RECENT, BUDGET = 4, 16, 40
-ARGUMENTS = {
-    "--cache-rank-gpus": 1,
-    "--sparse-threshold": 264,
-    "--sparse-budget": BUDGET,
-    "--sink-tokens": SINKS,
-    "--recent-tokens": RECENT,
-    "--hysteresis": 8,
-    "--max-swap-tokens": 40,
-}
+FLAGS = (
+    f"--cache-rank-gpus 1 --sparse-threshold 264 --sparse-budget {BUDGET} --sink-tokens {SINKS} "
+    f"--recent-tokens {RECENT} --hysteresis 8 --max-swap-tokens 40"
+)
 console = Console()
 
 
@@ -122,11 +117,10 @@ def main(argv: Sequence[str]) -> int:
     """Serve the bundled model, ask it a question dense and sparse, and show what happened."""
     make_parser("demo", __doc__).parse_args(argv)
     chain = make_chain(seed=7, facts=128, hops=80)
-    flags = [str(word) for pair in ARGUMENTS.items() for word in pair]
-    console.print(f"[dim]$ python -m sglang_ext.launch {' '.join(flags)}[/dim]", soft_wrap=True)
+    console.print(f"[dim]$ python -m sglang_ext.launch {FLAGS}[/dim]", soft_wrap=True)
     with contextlib.ExitStack() as stack:
         with console.status("starting the inference rank and the cache rank (about half a minute)"):
-            server = stack.enter_context(serve(flags, environment()))
+            server = stack.enter_context(serve(FLAGS.split(), environment()))
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
         context = 2 * 128 + 3 + chain.max_tokens
         console.print(

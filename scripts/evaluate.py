@@ -103,18 +103,14 @@ def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> Report:
         for system in systems:
             ask(Client(options.base_url), system)
     else:
-        comparison.serve_each(systems, options, _load_of(chains), run, ask)
+        prompt = len(chains[0].prompt.split()) + 1  # the tokenizer adds <bos>
+        requests = min(AT_ONCE, len(chains))
+        load = Load(requests, requests * (prompt + chains[0].max_tokens), prompt)
+        comparison.serve_each(systems, options, load, run, ask)
     labels = [system.label for system in systems if system.label in outcomes]
     labels.sort(key=comparison.place_of)
     results = [_summarize(label, outcomes, options.hops) for label in labels]
     return Report(run, len(chains), options.hops, results)
-
-
-def _load_of(chains: Sequence[Problem]) -> Load:
-    """What a server has to hold; the tokenizer adds <bos>."""
-    prompt = len(chains[0].prompt.split()) + 1
-    requests = min(AT_ONCE, len(chains))
-    return Load(requests, requests * (prompt + chains[0].max_tokens), prompt)
 
 
 def _decode(server: Client, system: System, chains: Sequence[Problem]) -> Outcome:

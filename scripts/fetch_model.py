@@ -125,7 +125,10 @@ def write_folder(gguf: Path, folder: Path, dtype: torch.dtype = torch.float32) -
     Raises:
         ValueError: Transformers reads no file of this architecture.
     """
-    config = model_config(gguf, dtype)
+    described = load_gguf_checkpoint(str(gguf))["config"]
+    # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06.
+    described["rms_norm_eps"] = float(f"{described['rms_norm_eps']:.6g}")
+    config = LlamaConfig(**described, architectures=["LlamaForCausalLM"], dtype=dtype)
     config.save_pretrained(folder)
     GenerationConfig.from_model_config(config).save_pretrained(folder)
     tokenizer(gguf).save_pretrained(folder)
@@ -134,14 +137,6 @@ def write_folder(gguf: Path, folder: Path, dtype: torch.dtype = torch.float32) -
     loaded = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)
     tensors = {name: tensor.to(dtype) for name, tensor in loaded["tensors"].items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def model_config(gguf: Path, dtype: torch.dtype) -> Any:
-    """The configuration of the model."""
-    config = load_gguf_checkpoint(str(gguf))["config"]
-    # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06.
-    config["rms_norm_eps"] = float(f"{config['rms_norm_eps']:.6g}")
-    return LlamaConfig(**config, architectures=["LlamaForCausalLM"], dtype=dtype)
 
 
 def tokenizer(gguf: Path) -> Any:

@@ -92,11 +92,6 @@ class Outcome:
     mistakes: list[str]  # in words
     interrupted: bool  # ended before its time
 
-    @property
-    def passed(self) -> bool:
-        """Whether nothing was wrong until its end."""
-        return not self.mistakes and not self.interrupted
-
     def __str__(self) -> str:
         """The verdict in one line; one that was interrupted has not passed."""
         result = "FAILED" if self.mistakes else "INTERRUPTED" if self.interrupted else "PASSED"
@@ -219,7 +214,7 @@ def main(argv: Sequence[str]) -> int:
         console.print(f"{mode}: {outcome}", soft_wrap=True, highlight=False)
         for mistake in outcome.mistakes:
             console.print(f"  {mistake}", soft_wrap=True, highlight=False, markup=False)
-        failed |= not outcome.passed
+        failed |= bool(outcome.mistakes) or outcome.interrupted
         if outcome.interrupted:
             break
     return int(failed)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import requests
 from transformers import AutoTokenizer
 
-from scripts.accuracy.pointer_chase import Problem, make_chain
+from scripts.accuracy.pointer_chase import make_chain
 from scripts.shared.serving import Client, ServerError
 from sglang_ext.server_args import BUNDLED_MODEL
 
@@ -40,15 +40,6 @@ class Chain(NamedTuple):
 
     prompt: list[int]
     answer: list[int]
-
-    @classmethod
-    def of(cls, problem: Problem, tokenizer: Any) -> Chain:
-        """Encode a problem."""
-        words = " ".join(problem.answer)
-        return cls(
-            tokenizer(problem.prompt)["input_ids"],
-            tokenizer(words, add_special_tokens=False)["input_ids"],
-        )
 
     def mistake(self, name: str, tokens: Sequence[int], expected: int | None) -> str | None:
         """What is wrong with an answer, of which so many tokens are expected, if that is known."""
@@ -77,9 +68,11 @@ class Streams:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         tokenizer: Any = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-        self._chains = [
-            Chain.of(make_chain(number, FACTS, HOPS), tokenizer) for number in range(PROMPTS)
-        ]
+        problems = [make_chain(number, FACTS, HOPS) for number in range(PROMPTS)]
+        prompts = tokenizer([one.prompt for one in problems])["input_ids"]
+        answers = [" ".join(one.answer) for one in problems]
+        encoded = tokenizer(answers, add_special_tokens=False)["input_ids"]
+        self._chains = list(map(Chain, prompts, encoded))
         self._pool = ThreadPoolExecutor(streams)
         for stream in range(streams):
             self._pool.submit(self._run, random.Random(stream))
