@@ -35,7 +35,7 @@ from scripts.formats.quality import measure_recall
 from scripts.shared.command import make_parser, run
 from scripts.shared.models import BUNDLED_FOLDER
 from scripts.shared.recordings import Recorded, read_recording
-from scripts.shared.report import table_of
+from scripts.shared.report import number, table_of
 from scripts.shared.serving import serve
 
 FLAGS = (
@@ -92,15 +92,15 @@ def replay(config: CacheRankConfig, recorded: Recorded) -> Iterator[StepResult]:
     down = DownMessage(config, len(layers), 1, _buffer(DownMessage.size(config, len(layers), 1)))
     sequence = selector.begin(sequence_id=1)
     selector.load(sequence, recorded.shipment())
-    for number, queries in enumerate(recorded.queries):
-        position = recorded.prompt + number
+    for index, queries in enumerate(recorded.queries):
+        position = recorded.prompt + index
         is_warm = sequence.queries > config.query_window
         is_sparse = is_warm and 0 < sequence.filled == config.slots_wanted_after(position - 1)
         if is_sparse:  # the slot map has the answer to the step before
             scores = score_tokens(queries, recorded.keys[:, :, :position], config.model.scale)
             slots = selector.slot_map(sequence, layers)[..., : sequence.filled]
             recall, mass = measure_recall(scores, slots, config, position).mean((1, 2)).tolist()
-        step = selector.begin_step(number, [Row(1, position)])
+        step = selector.begin_step(index, [Row(1, position)])
         up.queries[0] = queries
         up.keys[0], up.values[0] = (kv[:, :, position] for kv in (recorded.keys, recorded.values))
         selector.serve(step, layer_message, up, down)
@@ -142,16 +142,13 @@ def compare(
         str(value): measure(msgspec.structs.replace(base, **{name: value}), sequences)
         for value in tqdm(values, desc=name)
     }
-    rows = [{name: value} | _cells(measured) for value, measured in found.items()]
+    rows = [
+        {name: value}
+        | {title: number(of, 0 if isinstance(of, int) else 3) for title, of in measured.items()}
+        for value, measured in found.items()
+    ]
     print(f"By {name}, k = {base.sparse_budget}\n\n{table_of(rows)}\n")
     return found
-
-
-def _cells(measured: dict[str, float]) -> dict[str, str]:
-    return {
-        title: str(value) if isinstance(value, int) else f"{value:.3f}"
-        for title, value in measured.items()
-    }
 
 
 @torch.no_grad()
