@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +30,7 @@ from cache_rank.channels.rate import LINK_GBPS_VARIABLE
 from scripts.shared.command import make_parser, run
 from scripts.shared.models import model_config
 from scripts.shared.report import number, table_of
-from scripts.shared.serving import Client, Server
+from scripts.shared.serving import Client
 from scripts.shared.streaming import Request, send
 from scripts.speed import serving
 from scripts.speed.serving import SEED, Job, Results, Shape
@@ -94,7 +95,7 @@ def ask(client: Client, prompt: list[int], asked: Asked) -> list[int]:
     return answer.output
 
 
-def measure(client: Client, job: Job, repeats: int, measurement: Measurement) -> None:
+def measure(repeats: int, servers: Sequence[Client], job: Job, measurement: Measurement) -> None:
     """Ask prompts of a length and hold conversations, after one of each that does not count."""
     length, vocabulary = measurement.length, model_config(job.model)["vocab_size"]
     drawn = serving.make_prompts([length] * 2 * (repeats + 1), vocabulary, SEED + length)
@@ -103,8 +104,8 @@ def measure(client: Client, job: Job, repeats: int, measurement: Measurement) ->
     for asked, prompts in ((uncounted, drawn[:2]), (measurement.asked, drawn[2:])):
         for prompt in prompts[::2]:
             for each in asked[:2]:
-                ask(client, prompt, each)
-        converse(client, prompts[1::2], asked[2:])
+                ask(servers[0], prompt, each)
+        converse(servers[0], prompts[1::2], asked[2:])
 
 
 def converse(client: Client, texts: list[list[int]], turns: list[Asked]) -> None:
@@ -147,11 +148,8 @@ def main(argv: Sequence[str]) -> int:
     def measurements_of(job: Job) -> list[Measurement]:
         return [Measurement(system=job.system, length=length) for length in options.lengths]
 
-    def measure_length(servers: list[Server], job: Job, measurement: Measurement) -> None:
-        measure(servers[0], job, options.repeats, measurement)
-
-    jobs, out = options.jobs, options.out
-    return serving.measure_all(results, jobs, measurements_of, measure_length, write_results, out)
+    measure_one, jobs, out = partial(measure, options.repeats), options.jobs, options.out
+    return serving.measure_all(results, jobs, measurements_of, measure_one, write_results, out)
 
 
 if __name__ == "__main__":

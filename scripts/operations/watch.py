@@ -37,10 +37,8 @@ class Memory(NamedTuple):
         quarter = len(samples) // 4
         if not quarter:
             return cls(0, 0)
-        return cls(
-            statistics.median(samples[quarter : 2 * quarter]),
-            statistics.median(samples[-quarter:]),
-        )
+        early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+        return cls(statistics.median(early), statistics.median(late))
 
     @property
     def flat(self) -> bool:

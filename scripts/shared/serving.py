@@ -105,17 +105,6 @@ class Client:
         """The state of the cache rank in `/server_info`; empty without one."""
         return cache_rank_state(self.read("/server_info"))
 
-    def wait_for(self, timeout: float, **expected: Any) -> dict[str, Any]:
-        """Wait until the cache rank's state has these values."""
-        deadline = time.monotonic() + timeout
-        while True:
-            state = self.cache_rank()
-            if all(state[name] == value for name, value in expected.items()):
-                return state
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"expected {expected}, state is {state}: {self.tail()}")
-            time.sleep(0.1)
-
     def flush_cache(self, timeout: float = 15) -> None:
         """Empty the prefix caches. SGLang refuses it for a moment after an answer has come.
 
@@ -127,10 +116,6 @@ class Client:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"/flush_cache answers {response.status_code}: {response.text}")
             time.sleep(0.1)
-
-    def tail(self) -> str:
-        """The end of the server's log, where this process has it."""
-        return ""
 
     def metrics(self) -> dict[str, float]:
         """The cache rank's Prometheus samples, label values dropped and summed over."""
@@ -187,6 +172,17 @@ class Server(Client):
                     return self
             time.sleep(0.2)
         raise TimeoutError(f"server not ready: {self.tail()}")
+
+    def wait_for(self, timeout: float, **expected: Any) -> dict[str, Any]:
+        """Wait until the cache rank's state has these values."""
+        deadline = time.monotonic() + timeout
+        while True:
+            state = self.cache_rank()
+            if all(state[name] == value for name, value in expected.items()):
+                return state
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"expected {expected}, state is {state}: {self.tail()}")
+            time.sleep(0.1)
 
     def tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()

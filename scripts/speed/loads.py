@@ -14,7 +14,6 @@ import numpy as np
 from scripts.shared.statistics import quantile
 from scripts.shared.streaming import Answer, Request
 from scripts.speed import serving
-from scripts.speed.serving import make_prompts
 
 SKEW = 1.5
 """The first parameter of the Beta distribution of answers: most are short, and few very long."""
@@ -67,7 +66,7 @@ class Load(NamedTuple):
         if tail := SKEW * (self.most_answer / self.mean_answer - 1):
             shares = (source.betavariate(SKEW, tail) for _ in range(requests))
             answers = [max(1, round(share * self.most_answer)) for share in shares]
-        return list(map(Request, make_prompts(lengths, vocabulary, seed), answers))
+        return list(map(Request, serving.make_prompts(lengths, vocabulary, seed), answers))
 
 
 class Gap(msgspec.Struct, frozen=True, order=True):

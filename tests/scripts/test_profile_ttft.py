@@ -42,7 +42,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
 def test_each_turn_begins_with_all_that_was_said(server: Server) -> None:
     options, measurement = parse_options(ARGUMENTS), Measurement(system="dense", length=400)
     client: Any = server
-    measure(client, options.jobs[0], 2, measurement)
+    measure(2, [client], options.jobs[0], measurement)
     cached = {each.kind: each.cached for each in measurement.asked}
     assert cached["new"] == cached["turn 1"] == [0, 0]
     assert cached["again"] == [400, 400]
