@@ -16,20 +16,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.accuracy.benchmarks.comparison import compare_folders, markdown
-from scripts.accuracy.benchmarks.runs import BENCHMARKS, run_benchmark
-from scripts.shared.command import command_line, make_parser
+from scripts.accuracy.comparison import compare_folders, markdown
+from scripts.accuracy.runs import BENCHMARKS, run_benchmark
+from scripts.shared.command import command_line, make_parser, run
 from scripts.shared.report import write_report
-from scripts.shared.serving import ServerError
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
     parser = make_parser("benchmark", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    run = commands.add_parser("run", help="ask a server all questions of a benchmark")
-    add = run.add_argument
+    add = commands.add_parser("run", help="ask a server all questions of a benchmark").add_argument
     add("benchmark", choices=BENCHMARKS)
     add("--base-url", required=True, help="of the server, with or without /v1")
     add("--out", type=Path, required=True, help="folder of this system; its name is the system's")
@@ -56,7 +53,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; the exit status."""
     options = parse_options(argv)
     try:
         if options.command == "compare":
@@ -70,10 +66,8 @@ def main(argv: Sequence[str]) -> int:
                 print(f"warning: {warning}")
     except ModuleNotFoundError as error:
         sys.exit(f"error: {error}: pip install --editable '.[eval]'")
-    except (OSError, ValueError, ServerError) as error:
-        sys.exit(f"error: {error}")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run(main)

@@ -11,7 +11,6 @@ these alone. Writes formats.json and formats.md.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -83,7 +82,6 @@ class Comparison(msgspec.Struct):
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
     parser = make_parser("compare_formats", __doc__)
     add = parser.add_argument
     add("--device", choices=["cpu", "cuda"], default="cpu")
@@ -93,13 +91,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--budget", type=int, default=256, help="k, tokens selected of each KV head")
     add("--out", type=Path, metavar="FOLDER", default=Path("results/formats"))
     return parser.parse_args(argv)
-
-
-def read_longest(folder: Path) -> Recorded:
-    """The longest recorded sequence."""
-    _, sequences = read_recording(folder)
-    longest = max(sequences, key=lambda recorded: recorded.tokens)
-    return longest._replace(queries=longest.queries[-STEPS:])
 
 
 def config_for(sample: Recorded, budget: int) -> CacheRankConfig:
@@ -191,7 +182,6 @@ class _Held:
 
 
 def markdown(found: Comparison) -> str:
-    """The report."""
     parts = [
         "# Residency formats",
         provenance([found.command], found.machine),
@@ -225,12 +215,14 @@ def _cells(m: Measurement) -> dict[str, str]:
 def main(argv: Sequence[str], **shape: Any) -> int:
     """Run; the exit status. `shape` is that of the synthetic sample."""
     options = parse_options(argv)
-    try:
-        sample = read_longest(options.recording) if options.recording else synthetic_sample(**shape)
-        sample = Recorded(*(part.to(options.device) for part in sample))
-        config = config_for(sample, options.budget)
-    except (RuntimeError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    if options.recording:
+        _, sequences = read_recording(options.recording)
+        sample = max(sequences, key=lambda recorded: recorded.tokens)
+        sample = sample._replace(queries=sample.queries[-STEPS:])
+    else:
+        sample = synthetic_sample(**shape)
+    sample = Recorded(*(part.to(options.device) for part in sample))
+    config = config_for(sample, options.budget)
     layers, kv_heads, tokens, head_dim = sample.keys.shape
     source = "recording" if options.recording else "synthetic, outlier channels"
     chosen = [variant for variant in VARIANTS if variant[0] in options.formats]

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import json
 import platform
-import statistics
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,14 +29,13 @@ from cache_rank.config import CacheRankConfig, HistoryPredictor
 from cache_rank.kernels.score.reference import score_tokens
 from cache_rank.measure.recording import RECORD_VARIABLE
 from cache_rank.protocol import DownMessage, Row, UpMessage
-from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.selector import Selector
 from scripts.accuracy.pointer_chase import make_chain
 from scripts.formats.quality import measure_recall
 from scripts.shared.command import make_parser, run
 from scripts.shared.models import BUNDLED_FOLDER
 from scripts.shared.recordings import Recorded, read_recording
-from scripts.shared.report import table_of
+from scripts.shared.report import number, table_of
 from scripts.shared.serving import serve
 
 FLAGS = (
@@ -95,43 +92,22 @@ def replay(config: CacheRankConfig, recorded: Recorded) -> Iterator[StepResult]:
     down = DownMessage(config, len(layers), 1, _buffer(DownMessage.size(config, len(layers), 1)))
     sequence = selector.begin(sequence_id=1)
     selector.load(sequence, recorded.shipment())
-    for number, queries in enumerate(recorded.queries):
-        position = recorded.prompt + number
-        worth = _worth(selector, sequence, position, queries, recorded.keys[:, :, :position])
-        step = selector.begin_step(number, [Row(1, position)])
+    for index, queries in enumerate(recorded.queries):
+        position = recorded.prompt + index
+        is_warm = sequence.queries > config.query_window
+        is_sparse = is_warm and 0 < sequence.filled == config.slots_wanted_after(position - 1)
+        if is_sparse:  # the slot map has the answer to the step before
+            scores = score_tokens(queries, recorded.keys[:, :, :position], config.model.scale)
+            slots = selector.slot_map(sequence, layers)[..., : sequence.filled]
+            recall, mass = measure_recall(scores, slots, config, position).mean((1, 2)).tolist()
+        step = selector.begin_step(index, [Row(1, position)])
         up.queries[0] = queries
         up.keys[0], up.values[0] = (kv[:, :, position] for kv in (recorded.keys, recorded.values))
         selector.serve(step, layer_message, up, down)
         selector.end_step(step)
-        if worth is not None:
+        if is_sparse:
             entering = (down.slots >= 0).sum(-1)
-            yield StepResult(*worth, float(entering.float().mean()), int(entering.max()))
-
-
-def _worth(
-    selector: Selector,
-    sequence: ResidentSequence,
-    position: int,
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-) -> tuple[float, float] | None:
-    """Recall and attention mass of what was selected for a step; None before a request is sparse.
-
-    Args:
-        selector: the answer to the step before is in its slot map.
-        sequence: its sequence.
-        position: of the step.
-        queries: (layers, Hq, D), the true queries of the step.
-        keys: (layers, Hkv, position, D) of the tokens before it.
-    """
-    config = selector.config
-    is_warm = sequence.queries > config.query_window
-    if not is_warm or not 0 < sequence.filled == config.slots_wanted_after(position - 1):
-        return None
-    scores = score_tokens(queries, keys, config.model.scale)
-    slots = selector.slot_map(sequence, config.groups[0])[..., : sequence.filled]
-    recall, mass = measure_recall(scores, slots, config, position).mean((1, 2)).tolist()
-    return recall, mass
+            yield StepResult(recall, mass, float(entering.float().mean()), int(entering.max()))
 
 
 def _buffer(size: int) -> torch.Tensor:
@@ -145,12 +121,12 @@ def measure(config: CacheRankConfig, sequences: list[Recorded]) -> dict[str, flo
         raise ValueError("the recording has no step whose selection was complete")
     model = config.model
     token_bytes = 2 * model.head_dim * model.torch_dtype.itemsize
+    recall, attention, entering, _ = map(float, np.mean(steps, axis=0))
     most = int(np.quantile([step.entering_most for step in steps], 0.99, method="higher"))
     sized = msgspec.structs.replace(config, max_swap_tokens=max(1, most))
-    entering = statistics.mean(step.entering_mean for step in steps)
     return {
-        "recall": statistics.mean(step.recall for step in steps),
-        "attention captured": statistics.mean(step.attention_mass for step in steps),
+        "recall": recall,
+        "attention captured": attention,
         "entering mean": entering,
         "p99 of most": most,
         "useful bytes a step": round(entering * model.layers * model.kv_heads * token_bytes),
@@ -166,34 +142,27 @@ def compare(
         str(value): measure(msgspec.structs.replace(base, **{name: value}), sequences)
         for value in tqdm(values, desc=name)
     }
-    rows = [{name: value} | _cells(measured) for value, measured in found.items()]
+    rows = [
+        {name: value}
+        | {title: number(of, 0 if isinstance(of, int) else 3) for title, of in measured.items()}
+        for value, measured in found.items()
+    ]
     print(f"By {name}, k = {base.sparse_budget}\n\n{table_of(rows)}\n")
     return found
 
 
-def _cells(measured: dict[str, float]) -> dict[str, str]:
-    return {
-        title: str(value) if isinstance(value, int) else f"{value:.3f}"
-        for title, value in measured.items()
-    }
-
-
 @torch.no_grad()
 def main(argv: Sequence[str]) -> int:
-    """Record, replay, print; the exit status."""
     parser = make_parser("compare_selection", __doc__)
     parser.add_argument("--recording", type=Path, metavar="FOLDER", help="replay what it holds")
     options = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            if not options.recording:
-                record(Path(folder))
-            config, sequences = read_recording(options.recording or Path(folder))
-        base = base_config(config)
-        predictors = compare("query_predictor", get_args(HistoryPredictor), base, sequences)
-        margins = compare("hysteresis", MARGINS, base, sequences)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    with tempfile.TemporaryDirectory() as folder:
+        if not options.recording:
+            record(Path(folder))
+        config, sequences = read_recording(options.recording or Path(folder))
+    base = base_config(config)
+    predictors = compare("query_predictor", get_args(HistoryPredictor), base, sequences)
+    margins = compare("hysteresis", MARGINS, base, sequences)
     results = {"machine": platform.platform(), "predictors": predictors, "margins": margins}
     print(json.dumps(results))
     return 0

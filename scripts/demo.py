@@ -26,15 +26,10 @@ from scripts.shared.serving import Server, serve
 from sglang_ext.flags import SHARE_GPU_VARIABLE
 
 SINKS, RECENT, BUDGET = 4, 16, 40
-ARGUMENTS = {
-    "--cache-rank-gpus": 1,
-    "--sparse-threshold": 264,
-    "--sparse-budget": BUDGET,
-    "--sink-tokens": SINKS,
-    "--recent-tokens": RECENT,
-    "--hysteresis": 8,
-    "--max-swap-tokens": 40,
-}
+FLAGS = (
+    f"--cache-rank-gpus 1 --sparse-threshold 264 --sparse-budget {BUDGET} --sink-tokens {SINKS} "
+    f"--recent-tokens {RECENT} --hysteresis 8 --max-swap-tokens 40"
+)
 console = Console()
 
 
@@ -96,14 +91,9 @@ def watch(pieces: Iterator[str], server: Server, states: list[dict[str, Any]]) -
         yield piece
 
 
-def show_cache_rank(
-    before: dict[str, Any], meanwhile: list[dict[str, Any]], after: dict[str, Any]
-) -> None:
-    """Print what the cache rank did between two states."""
-    steps, shipped, waited, seconds = (
-        after[name] - before[name]
-        for name in ("steps", "tokens_shipped", "steps_waited", "wait_seconds")
-    )
+def show_cache_rank(meanwhile: list[dict[str, Any]], after: dict[str, Any]) -> None:
+    """Print what the cache rank did, by its states in the sparse request and behind it."""
+    steps, shipped = after["steps"], after["tokens_shipped"]
     tokens, held = (
         max((state[name] for state in meanwhile), default=0)
         for name in ("tokens_held", "bytes_held")
@@ -114,8 +104,8 @@ def show_cache_rank(
         "tokens attended to": f"{SINKS} sinks + {BUDGET} selected + {RECENT} recent + 1",
         "decode steps exchanged": f"{steps:.0f}",
         "tokens shipped": f"{shipped:.0f}, {shipped / steps:.1f} a step",
-        "steps that waited": f"{waited:.0f}",
-        "time waited": f"{1e3 * seconds / steps:.2f} ms a step",
+        "steps that waited": f"{after['steps_waited']:.0f}",
+        "time waited": f"{1e3 * after['wait_seconds'] / steps:.2f} ms a step",
     }
     table = Table("", Column(justify="right"), title="What the cache rank did", show_header=False)
     for name, value in rows.items():
@@ -127,11 +117,10 @@ def main(argv: Sequence[str]) -> int:
     """Serve the bundled model, ask it a question dense and sparse, and show what happened."""
     make_parser("demo", __doc__).parse_args(argv)
     chain = make_chain(seed=7, facts=128, hops=80)
-    flags = [str(word) for pair in ARGUMENTS.items() for word in pair]
-    console.print(f"[dim]$ python -m sglang_ext.launch {' '.join(flags)}[/dim]", soft_wrap=True)
+    console.print(f"[dim]$ python -m sglang_ext.launch {FLAGS}[/dim]", soft_wrap=True)
     with contextlib.ExitStack() as stack:
         with console.status("starting the inference rank and the cache rank (about half a minute)"):
-            server = stack.enter_context(serve(flags, environment()))
+            server = stack.enter_context(serve(FLAGS.split(), environment()))
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none")
         context = 2 * 128 + 3 + chain.max_tokens
         console.print(
@@ -139,13 +128,12 @@ def main(argv: Sequence[str]) -> int:
             f"{number_of(chain.prompt)}: {context} tokens in all."
         )
         show_answer("Dense: every token attends to everything", chain, ask(client, chain, False))
-        before = server.cache_rank()
         states: list[dict[str, Any]] = []
         most = SINKS + BUDGET + RECENT + 1
         title = f"Sparse: at most {most} of {context} tokens, in all layers but the first"
         show_answer(title, chain, watch(ask(client, chain, True), server, states))
         time.sleep(0.5)  # the last report
-        show_cache_rank(before, states, server.cache_rank())
+        show_cache_rank(states, server.cache_rank())
         console.print(f"\n[dim]server log: {server.log}[/dim]")
     return 0
 

@@ -13,29 +13,16 @@ Chains have seeds 0, 1, ..., the same for every system. Writes results.json and 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
-import requests
+import numpy as np
 
-from scripts.accuracy.pointer_chase import Problem, make_chain
-from scripts.shared import statistics
+from scripts.accuracy.pointer_chase import Grade, Problem, make_chain
+from scripts.shared import comparison, statistics
 from scripts.shared.command import make_parser, run
-from scripts.shared.comparison import (
-    Load,
-    Run,
-    add_options,
-    describe_failures,
-    describe_run,
-    make_systems,
-    place_of,
-    read_options,
-    serve_each,
-    start_run,
-)
+from scripts.shared.comparison import Load, Run
 from scripts.shared.models import BUNDLED
 from scripts.shared.report import percent, table_of, write_report
 from scripts.shared.serving import Client
@@ -56,29 +43,30 @@ by its name."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """The command line; ValueError if it is wrong."""
     parser = make_parser("evaluate", __doc__)
-    add_options(parser, BUNDLED, (DENSE, *DECODE_MODES, INLINE, CACHE_RANK), (16, 32, 64), SETTINGS)
+    comparison.add_options(
+        parser, BUNDLED, (DENSE, *DECODE_MODES, INLINE, CACHE_RANK), (16, 32, 64), SETTINGS
+    )
     add = parser.add_argument
     add("--hops", type=int, default=80, help="of a chain; default: %(default)s")
     add("--chains", type=int, default=64, help="default: %(default)s")
     add("--base-url", help="a server that runs already: dense decoding, and one system's name")
-    options = read_options(parser, argv, SETTINGS)
+    options = comparison.read_options(parser, argv, SETTINGS)
     if options.chains < 2:
-        parser.error("--chains must be at least 2: an interval needs several chains")
+        raise ValueError("--chains must be at least 2: an interval needs several chains")
     if options.base_url and len(set(options.systems) - {DENSE}) * len(options.budgets) > 1:
-        parser.error("--base-url serves one system: name one beside dense, with one of --budgets")
+        raise ValueError(
+            "--base-url serves one system: name one beside dense, with one of --budgets"
+        )
     return options
 
 
-class Outcome(msgspec.Struct, frozen=True):
-    """A chain, decoded and graded."""
+class Outcome(NamedTuple):
+    """All chains, decoded by a system."""
 
-    correct_hops: float  # share of all
-    exact: bool  # every word is right
-    tokens: int
-    sparse_steps: int | None = None  # None without a cache rank
-    stale_steps: int = 0  # steps that missed their selection
+    grades: list[Grade]
+    metas: list[dict[str, Any]]  # what the server says of each
 
 
 class Result(msgspec.Struct):
@@ -104,74 +92,61 @@ class Report(msgspec.Struct):
 def evaluate(options: argparse.Namespace, argv: Sequence[str]) -> Report:
     """Ask all systems all chains."""
     chains = [make_chain(seed, FACTS, options.hops) for seed in range(options.chains)]
-    run = Run(**start_run("evaluate", argv, options))
-    outcomes: dict[str, list[Outcome]] = {}
+    run = Run.of("evaluate", argv, options)
+    outcomes: dict[str, Outcome] = {}
 
     def ask(server: Client, system: System) -> None:
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            decoded = pool.map(lambda chain: _decode(server, system, chain), chains)
-            outcomes[system.label] = list(decoded)
+        outcomes[system.label] = _decode(server, system, chains)
 
-    systems = make_systems(options)
+    systems = comparison.make_systems(options)
     if options.base_url:
         for system in systems:
             ask(Client(options.base_url), system)
     else:
-        serve_each(systems, options, _load_of(chains), run, ask)
-    dense = outcomes.get(DENSE)
+        prompt = len(chains[0].prompt.split()) + 1  # the tokenizer adds <bos>
+        requests = min(AT_ONCE, len(chains))
+        load = Load(requests, requests * (prompt + chains[0].max_tokens), prompt)
+        comparison.serve_each(systems, options, load, run, ask)
     labels = [system.label for system in systems if system.label in outcomes]
-    labels.sort(key=place_of)
-    results = [_summarize(label, outcomes[label], dense) for label in labels]
+    labels.sort(key=comparison.place_of)
+    results = [_summarize(label, outcomes, options.hops) for label in labels]
     return Report(run, len(chains), options.hops, results)
 
 
-def _load_of(chains: Sequence[Problem]) -> Load:
-    """What a server has to hold; the tokenizer adds <bos>."""
-    prompt = len(chains[0].prompt.split()) + 1
-    requests = min(AT_ONCE, len(chains))
-    return Load(requests, requests * (prompt + chains[0].max_tokens), prompt)
-
-
-def _decode(server: Client, system: System, chain: Problem) -> Outcome:
-    sampling: dict[str, Any] = {"max_new_tokens": chain.max_tokens, "temperature": 0}
+def _decode(server: Client, system: System, chains: Sequence[Problem]) -> Outcome:
+    sampling: dict[str, Any] = {"max_new_tokens": chains[0].max_tokens, "temperature": 0}
     if system.label == DENSE:  # also on a server which has a cache rank
         sampling["custom_params"] = {"cache_rank": False}
-    body = {"text": chain.prompt, "sampling_params": sampling}
+    body = {"text": [chain.prompt for chain in chains], "sampling_params": sampling}
     response = server.post("/generate", body, timeout=REQUEST_SECONDS)
     response.raise_for_status()
-    decoded = response.json()
-    grade, meta = chain.grade(decoded["text"]), decoded["meta_info"]
-    found = meta.get("cache_rank") or {}
-    return Outcome(
-        grade.correct_hops / chain.hops,
-        grade.exact,
-        meta["completion_tokens"],
-        found.get("sparse_steps"),
-        found.get("stale_steps", 0),
-    )
+    found = response.json()
+    grades = [chain.grade(one["text"]) for chain, one in zip(chains, found, strict=True)]
+    return Outcome(grades, [one["meta_info"] for one in found])
 
 
-def _summarize(label: str, outcomes: Sequence[Outcome], dense: Sequence[Outcome] | None) -> Result:
-    exact, sparse = [o.exact for o in outcomes], [o.sparse_steps for o in outcomes]
-    difference = None
-    if dense is not None and label != DENSE:
-        difference = statistics.difference(exact, [o.exact for o in dense])
-    steps = [count for count in sparse if count is not None]
+def _summarize(label: str, outcomes: Mapping[str, Outcome], hops: int) -> Result:
+    grades, metas = outcomes[label]
+    exact, difference = [grade.exact for grade in grades], None
+    if label != DENSE and DENSE in outcomes:
+        dense = [grade.exact for grade in outcomes[DENSE].grades]
+        difference = statistics.mean(np.subtract(exact, dense, dtype=float))
+    counts = [meta["cache_rank"] for meta in metas if meta.get("cache_rank")]
+    sparse, stale = (sum(c[name] for c in counts) for name in ("sparse_steps", "stale_steps"))
     return Result(
         system=label,
         exact=statistics.mean(exact),
         exact_difference=difference,
-        correct_hops=statistics.mean([o.correct_hops for o in outcomes]),
-        sparse_steps=sum(steps) / sum(o.tokens for o in outcomes) if steps else None,
-        stale_steps=sum(o.stale_steps for o in outcomes) / max(1, sum(steps)) if steps else None,
+        correct_hops=statistics.mean([grade.correct_hops / hops for grade in grades]),
+        sparse_steps=sparse / sum(meta["completion_tokens"] for meta in metas) if counts else None,
+        stale_steps=stale / max(1, sparse) if counts else None,
     )
 
 
 def markdown(found: Report) -> str:
-    """The report as text."""
     parts = [
         f"# {found.chains} chains of {found.hops} hops through {FACTS} facts",
-        describe_run(found.run),
+        found.run.head(),
         "Brackets are 95% intervals over chains (bootstrap, paired for differences). Of n right "
         "ones out of n, they say nothing: an error rate of 3/n is not excluded.",
         table_of(
@@ -185,18 +160,14 @@ def markdown(found: Report) -> str:
             }
             for result in found.results
         ),
-        *describe_failures(found.run),
+        *found.run.foot(),
     ]
     return "\n\n".join(parts)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Evaluate; the exit status."""
     options = parse_options(argv)
-    try:
-        found = evaluate(options, argv)
-    except (requests.RequestException, ValueError) as error:
-        sys.exit(f"error: {error}")
+    found = evaluate(options, argv)
     print(*write_report(options.out, "results", found, markdown(found)), sep="\n")
     return int(bool(found.run.failures))
 

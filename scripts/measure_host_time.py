@@ -79,8 +79,8 @@ def make_request(slot: int) -> Any:
     return request
 
 
-def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float]]:
-    """Run decode steps; seconds of each part, of each step whose requests are all sparse."""
+def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, float]:
+    """Run decode steps; microseconds of each part, of the steps whose requests are all sparse."""
     requests = [make_request(slot) for slot in range(1, batch + 1)]
     model, on_gpu = rank.config.model, rank.device.type == "cuda"
     heads = model.query_heads + model.kv_heads
@@ -117,11 +117,6 @@ def measure(rank: InferenceRank, batch: int, steps: int) -> dict[str, list[float
             seconds["hooks"].append(rest if on_gpu else rest + finished)
     for request in requests:
         rank.on_request_freed(request)
-    return seconds
-
-
-def percentiles(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Microseconds of each part."""
     return {
         f"{part}_p{percent}": 1e6 * float(np.percentile(values, percent))
         for part, values in seconds.items()
@@ -130,7 +125,6 @@ def percentiles(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = make_parser("measure_host_time", __doc__)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--device", choices=list(MODELS), default="cpu")
@@ -149,7 +143,7 @@ def main() -> None:
         settings = settings._replace(inference_device="cuda:0", cache_device="cuda:1")
     supervisor = Supervisor("cache-rank-0", settings, timeout=60.0)
     rank = make_rank(args, supervisor)
-    found = {batch: percentiles(measure(rank, batch, options.steps)) for batch in options.batches}
+    found = {batch: measure(rank, batch, options.steps) for batch in options.batches}
     starts = []
     for _ in range(options.starts):
         fresh = Supervisor("cache-rank-0", settings, timeout=60.0)

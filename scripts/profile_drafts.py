@@ -50,7 +50,7 @@ class Confirmed(msgspec.Struct):
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """The command line; ValueError if the model is not there."""
     parser = make_parser("profile_drafts", __doc__)
     add = parser.add_argument
     add("--model", default="smollm2", help="a fetched model or a folder; default: %(default)s")
@@ -65,10 +65,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--flags", default="", help="of the server, as one argument: --flags='--dtype bfloat16'")
     add("--out", type=Path, default=Path("results/drafts"))
     options = parser.parse_args(argv)
-    try:
-        options.folder = folder_of(options.model)
-    except ValueError as error:
-        parser.error(str(error))
+    options.folder = folder_of(options.model)
     return options
 
 
@@ -113,7 +110,6 @@ def report_of(found: Sequence[Confirmed], drafts: int, head: str) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure; the exit status."""
     options = parse_options(argv)
     tokenizer, found = Tokenizer.from_file(str(options.folder / "tokenizer.json")), []
     texts = [tokenizer.encode(text.read()).ids for text in list(TEXTS.values())[: options.texts]]

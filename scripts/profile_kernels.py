@@ -36,9 +36,8 @@ from cache_rank.kernels.score import score_step, score_workspace
 from cache_rank.kernels.select import select_step, select_workspace
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.command import make_parser
-from scripts.shared.report import number, table_of
-from scripts.speed.attention import SHAPES, attention_cells, attention_rows
-from scripts.speed.timing import median_microseconds
+from scripts.shared.report import number, percent, table_of
+from scripts.speed.attention import SHAPES, attention_rows, median_ms
 
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 GROUP_LAYERS = 6
@@ -52,11 +51,13 @@ def copy_bandwidth() -> float:
     """Bytes a second that a large copy reads and writes."""
     source = torch.empty(1 << 32, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / (1e-6 * median_microseconds(lambda: target.copy_(source)))
+    return 2 * source.nbytes / (1e-3 * median_ms(lambda: target.copy_(source)))
 
 
-def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dict[str, Any]]:
+def kernel_rows(rows: int, tokens: int) -> Iterator[dict[str, Any]]:
     """Time the kernels of one layer group, one after the other."""
+    model = ModelShape(36, QUERY_HEADS, KV_HEADS, HEAD_DIM, "bfloat16", HEAD_DIM**-0.5)
+    config = CacheRankConfig(model, layers_per_group=GROUP_LAYERS, kv_residency="bf16")
     budget, capacity, pages = config.sparse_budget, config.max_swap_tokens, tokens // PAGE_TOKENS
     heads = (rows, GROUP_LAYERS, KV_HEADS)
     pool = (rows * pages, GROUP_LAYERS, KV_HEADS, PAGE_TOKENS, HEAD_DIM)
@@ -85,14 +86,15 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
     workspace = score_workspace(*heads, QUERY_HEADS // KV_HEADS, tokens, DEVICE)
     scratch = select_workspace(*heads, budget, config.hysteresis, DEVICE)
 
-    def row(kernel: str, us: float, torch_us: float, moved: int) -> dict[str, Any]:
-        return {"kernel": kernel, "us": us, "torch_us": torch_us, "bytes": moved}
+    def row(kernel: str, ms: float, torch_ms: float, moved: int) -> dict[str, Any]:
+        shape = {"requests": rows, "tokens": tokens, "queries": 1}
+        return {**shape, "kernel": kernel, "ms": ms, "torch_ms": torch_ms, "bytes": moved}
 
     def score(by: Callable[..., None] = score_step) -> None:
         by(queries, keys, paged, 0, HEAD_DIM**-0.5, workspace, scores)
 
-    plain = median_microseconds(lambda: score(torch_score.score_step), 3)
-    yield row("score, bf16 keys", median_microseconds(score), plain, keys.nbytes)
+    plain = median_ms(lambda: score(torch_score.score_step), 3)
+    yield row("score, bf16 keys", median_ms(score), plain, keys.nbytes)
 
     score()
     fresh = scores.clone()
@@ -121,8 +123,8 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
         current = kept * fresh + drift * torch.randn_like(fresh)
         select_again()
         entered = int(changed[:, 0].sum()) / units
-        took = median_microseconds(select_again) - median_microseconds(restore)
-        plain = median_microseconds(lambda: torch.topk(fresh, budget, dim=-1))
+        took = median_ms(select_again) - median_ms(restore)
+        plain = median_ms(lambda: torch.topk(fresh, budget, dim=-1))
         name = f"select, {units} rows, {entered:.0f} of {budget} enter"
         yield row(name, took, plain, fresh.nbytes)
 
@@ -135,27 +137,24 @@ def kernel_rows(config: CacheRankConfig, rows: int, tokens: int) -> Iterator[dic
         by(*working_sets, slots * budget, header, expected, places, out, out_values, applied)
 
     moved, size = 2 * 2 * out.nbytes, f"{capacity} tokens a row"
-    plain = median_microseconds(lambda: gather(torch_gather.gather_step))
-    yield row(f"gather, {size}", median_microseconds(gather), plain, moved)
-    plain = median_microseconds(lambda: scatter(torch_scatter.scatter_step))
-    yield row(f"scatter, {size}", median_microseconds(scatter), plain, moved)
+    plain = median_ms(lambda: gather(torch_gather.gather_step))
+    yield row(f"gather, {size}", median_ms(gather), plain, moved)
+    plain = median_ms(lambda: scatter(torch_scatter.scatter_step))
+    yield row(f"scatter, {size}", median_ms(scatter), plain, moved)
 
 
-def kernel_cells(row: dict[str, Any]) -> dict[str, str]:
-    """One of these in a table."""
+def cells(row: dict[str, Any]) -> dict[str, str]:
+    """One of these, or of attention, in a table."""
     return {
+        "requests x tokens": f"{row['requests']} x {row['tokens'] // 1024} K",
         "kernel": row["kernel"],
-        "µs": number(row["us"], 0),
-        "torch, µs": number(row["torch_us"], 0),
-        "MB": number(row["bytes"] / 1e6, 0),
+        "queries": str(row["queries"]),
+        "ms": number(row["ms"], 3),
+        "torch, ms": number(row.get("torch_ms"), 3),
+        "MB moved": number(row["bytes"] / 1e6, 0),
         "share of copy": number(row["share"]),
+        "off by": percent(row.get("error"), 2),
     }
-
-
-def config_of(rows: int) -> CacheRankConfig:
-    """The cache rank whose kernels are timed."""
-    model = ModelShape(36, QUERY_HEADS, KV_HEADS, HEAD_DIM, "bfloat16", HEAD_DIM**-0.5)
-    return CacheRankConfig(model, layers_per_group=GROUP_LAYERS, kv_residency="bf16", max_rows=rows)
 
 
 def main() -> None:
@@ -176,20 +175,17 @@ def main() -> None:
     timed: Iterator[dict[str, Any]]
     if options.attend:
         torch.set_default_device(DEVICE)
-        shape, cells = f"{options.queries} queries a request", attention_cells
         timed = (row for one in SHAPES for row in attention_rows(*one, options.queries))
     else:
-        shape, cells = f"{options.rows} x {options.tokens} tokens", kernel_cells
-        timed = kernel_rows(config_of(options.rows), options.rows, options.tokens)
+        timed = kernel_rows(options.rows, options.tokens)
     results = []
     for row in timed:
-        seconds = 1e-3 * row["ms"] if options.attend else 1e-6 * row["us"]
-        results.append({**row, "share": row["bytes"] / seconds / bandwidth})
+        results.append({**row, "share": row["bytes"] / (1e-3 * row["ms"]) / bandwidth})
         print(*cells(results[-1]).values(), sep=", ", file=sys.stderr, flush=True)
-    shape = f"{shape}, {torch.cuda.get_device_name()}"
-    print(f"{shape}, copy {bandwidth / 1e12:.2f} TB/s\n\n{table_of(map(cells, results))}")
+    name = torch.cuda.get_device_name()
+    print(f"{name}, copy {bandwidth / 1e12:.2f} TB/s\n\n{table_of(map(cells, results))}")
     if options.json:
-        report = {"shape": shape, "copy_bytes_per_second": bandwidth, "rows": results}
+        report = {"device": name, "copy_bytes_per_second": bandwidth, "rows": results}
         options.json.write_text(json.dumps(report, indent=1))
 
 

@@ -19,26 +19,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from scripts.reasoning.client import send
-from scripts.reasoning.loads import Load, Request
-from scripts.reasoning.measures import Measurement, Run, measure
 from scripts.shared.command import explained, make_parser, run
 from scripts.shared.comparison import GRAPH_BATCHES
 from scripts.shared.models import model_config
 from scripts.shared.report import number, percent, table_of
 from scripts.shared.serving import Server
-from scripts.shared.streaming import Answer
+from scripts.shared.streaming import Answer, Request, send
 from scripts.shared.systems import System
-from scripts.speed.jobs import SEED, Job, Shape, add_engine_options, make_job
-from scripts.speed.serving import Results, measure_all
+from scripts.speed import serving
+from scripts.speed.loads import Load, Measurement, Run, measure
+from scripts.speed.serving import SEED, Job, Results, Shape
 
 WARM_UP_TOKENS = 32
 LOAD_SECONDS = 3600
@@ -56,9 +54,9 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, with its jobs; ends if it is wrong."""
+    """The command line, with its jobs; ValueError if it is wrong."""
     parser = make_parser("profile_reasoning", __doc__)
-    add_engine_options(parser, budget=None)
+    serving.add_engine_options(parser, budget=None)
     add = parser.add_argument
     add("--loads", nargs="+", type=explained(Load.parse), required=True,
         help="STREAMSxPROMPT+ANSWER")  # fmt: skip
@@ -67,13 +65,10 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=1, help="requests of a stream, one after the other")
     options = parser.parse_args(argv)
     if min(options.servers, options.rounds) < 1:
-        parser.error("--servers and --rounds must be at least 1")
+        raise ValueError("--servers and --rounds must be at least 1")
     if any(label.startswith("floor") for label in options.systems):
-        parser.error("floor answers no requests")
-    try:
-        options.jobs = [job_of(label, options) for label in options.systems]
-    except ValueError as error:
-        parser.error(str(error))
+        raise ValueError("floor answers no requests")
+    options.jobs = [job_of(label, options) for label in options.systems]
     return options
 
 
@@ -83,7 +78,7 @@ def job_of(label: str, options: argparse.Namespace) -> Job:
     longest = max(load.longest for load in options.loads)
     streams = -(-max(load.streams for load in options.loads) // servers)
     batches = [batch for batch in GRAPH_BATCHES if batch < streams] + [streams]
-    return make_job(label, [Shape(batch, longest) for batch in batches], options, servers)
+    return serving.make_job(label, [Shape(batch, longest) for batch in batches], options, servers)
 
 
 def measure_load(
@@ -109,15 +104,15 @@ def measure_load(
 
 
 def write_results(results: Results, out: Path) -> list[Path]:
-    """Write results.json, results.md and a plot, if there is Matplotlib; the files."""
+    """Write results.json, results.md and a plot; the files."""
     loads: dict[str, dict[str, Run]] = {}
     for measurement in results.measurements:
         if measurement.run:
             loads.setdefault(measurement.load, {})[measurement.system] = measurement.run
     tables = table_of(map(_row, results.measurements)), *map(_curves, loads, loads.values())
     files = results.write(out, "Reasoning loads", EXPLANATION, *tables)
-    if loads and importlib.util.find_spec("matplotlib"):
-        files += _plot(loads, out / "tokens-by-context")
+    if loads:
+        files.append(_plot(loads, out / "tokens-by-context.png"))
     return files
 
 
@@ -151,11 +146,8 @@ def _curves(load: str, runs: dict[str, Run]) -> str:
     )
 
 
-def _plot(loads: dict[str, dict[str, Run]], stem: Path) -> list[Path]:
+def _plot(loads: dict[str, dict[str, Run]], path: Path) -> Path:
     """Draw tokens/s by context, a panel a load."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
     figure = Figure((3 + 3.5 * len(loads), 3.6), layout="constrained")
     panels = figure.subplots(1, len(loads), squeeze=False)[0]
     for axes, (load, runs) in zip(panels, loads.items(), strict=True):
@@ -166,15 +158,11 @@ def _plot(loads: dict[str, dict[str, Run]], stem: Path) -> list[Path]:
         axes.set_ylim(bottom=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, frameon=False)
-    files = [stem.with_suffix(f".{kind}") for kind in ("png", "svg")]
-    with matplotlib.rc_context({"svg.hashsalt": stem.name}):  # the same figure gives the same bytes
-        figure.savefig(files[0], dpi=150)
-        figure.savefig(files[1], metadata={"Date": None})
-    return files
+    figure.savefig(path, dpi=150)
+    return path
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; the exit status."""
     options = parse_options(argv)
     results = Results.of("profile_reasoning", argv, options.jobs)
 
@@ -182,7 +170,9 @@ def main(argv: Sequence[str]) -> int:
         return [Measurement(system=job.system, load=load.name) for load in options.loads]
 
     measure_one, out = partial(measure_load, options), options.out
-    return measure_all(results, options.jobs, measurements_of, measure_one, write_results, out)
+    return serving.measure_all(
+        results, options.jobs, measurements_of, measure_one, write_results, out
+    )
 
 
 if __name__ == "__main__":

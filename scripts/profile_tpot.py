@@ -23,10 +23,8 @@ import msgspec
 from scripts.shared import machine
 from scripts.shared.command import explained, make_parser, run
 from scripts.shared.report import number, table_of
-from scripts.speed.bench import measure_shape
-from scripts.speed.jobs import Job, Shape, add_engine_options, make_job
-from scripts.speed.records import Measurement
-from scripts.speed.serving import Results, measure_all
+from scripts.speed.bench import Measurement, measure_shape
+from scripts.speed.serving import Job, Results, Shape, add_engine_options, make_job, measure_all
 from sglang_ext.flags import SPARSE_THRESHOLD
 
 EXPLANATION = """\
@@ -35,17 +33,14 @@ medians; all systems are measured from the same stream of tokens."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, with jobs and what OUT holds already; ends if it is wrong."""
+    """The command line, with jobs and what OUT holds already; ValueError if it is wrong."""
     parser = make_parser("profile_tpot", __doc__)
     add_engine_options(parser, budget=2048)
     add = parser.add_argument
     add("--shapes", nargs="+", type=explained(Shape.parse), required=True, help="BATCHxCONTEXT")
     add("--resume", action="store_true", help="keep what OUT holds and measure the rest")
     options = parser.parse_args(argv)
-    try:
-        options.jobs = [make_job(label, options.shapes, options) for label in options.systems]
-    except ValueError as error:
-        parser.error(str(error))
+    options.jobs = [make_job(label, options.shapes, options) for label in options.systems]
     for job in options.jobs:
         if job.cache_rank and job.engine["sparse_threshold"] is None:
             job.engine["sparse_threshold"] = SPARSE_THRESHOLD  # what is measured are sparse steps
@@ -53,10 +48,12 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     results.conditions = conditions(options, results.machine)
     earlier = read_results(options.out)
     if earlier.measurements and not options.resume:
-        parser.error(f"{options.out} has results: pass --resume, or another --out")
+        raise ValueError(f"{options.out} has results: pass --resume, or another --out")
     if earlier.measurements:
         if (then := earlier.conditions) != (now := results.conditions):
-            parser.error(f"{options.out} was measured with {then}, not {now}: pass another --out")
+            raise ValueError(
+                f"{options.out} was measured with {then}, not {now}: pass another --out"
+            )
         options.results = earlier
         earlier.commands += results.commands
     return options
@@ -105,7 +102,6 @@ def _row(m: Measurement) -> dict[str, str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; the exit status."""
     options = parse_options(argv)
     results: Results = options.results
     measured = {(one.system, one.shape) for one in results.measurements}

@@ -20,21 +20,20 @@ import argparse
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import msgspec
 
 from cache_rank.channels.rate import LINK_GBPS_VARIABLE
-from scripts.reasoning.client import send
-from scripts.reasoning.loads import Request
 from scripts.shared.command import make_parser, run
 from scripts.shared.models import model_config
 from scripts.shared.report import number, table_of
-from scripts.shared.serving import Client, Server
+from scripts.shared.serving import Client
+from scripts.shared.streaming import Request, send
 from scripts.speed import serving
-from scripts.speed.jobs import SEED, Job, Shape, add_engine_options, make_job, make_prompts
-from scripts.speed.serving import Results, measure_all
+from scripts.speed.serving import SEED, Job, Results, Shape
 
 TURNS = 4
 LEAST_ANSWER = 64
@@ -63,9 +62,9 @@ class Measurement(serving.Measurement, kw_only=True):
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; ends if it is wrong."""
+    """The command line, with jobs; ValueError if it is wrong."""
     parser = make_parser("profile_ttft", __doc__)
-    add_engine_options(parser, budget=2048)
+    serving.add_engine_options(parser, budget=2048)
     add = parser.add_argument
     add("--lengths", nargs="+", type=int, required=True, help="tokens of prompts")
     add("--repeats", type=int, default=5, help="prompts and conversations of each length")
@@ -73,15 +72,12 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.link_gbps is not None:
         if options.link_gbps <= 0:
-            parser.error("--link-gbps must be positive")
+            raise ValueError("--link-gbps must be positive")
         os.environ[LINK_GBPS_VARIABLE] = str(options.link_gbps)
     if options.repeats < 1 or min(options.lengths) < 2 * TURNS:
-        parser.error(f"--repeats must be at least 1, and --lengths at least {2 * TURNS}")
+        raise ValueError(f"--repeats must be at least 1, and --lengths at least {2 * TURNS}")
     shapes = [Shape(1, length + _answer(length)) for length in options.lengths]
-    try:
-        options.jobs = [make_job(label, shapes, options) for label in options.systems]
-    except ValueError as error:
-        parser.error(str(error))
+    options.jobs = [serving.make_job(label, shapes, options) for label in options.systems]
     return options
 
 
@@ -99,17 +95,17 @@ def ask(client: Client, prompt: list[int], asked: Asked) -> list[int]:
     return answer.output
 
 
-def measure(client: Client, job: Job, repeats: int, measurement: Measurement) -> None:
+def measure(repeats: int, servers: Sequence[Client], job: Job, measurement: Measurement) -> None:
     """Ask prompts of a length and hold conversations, after one of each that does not count."""
     length, vocabulary = measurement.length, model_config(job.model)["vocab_size"]
-    drawn = make_prompts([length] * 2 * (repeats + 1), vocabulary, SEED + length)
+    drawn = serving.make_prompts([length] * 2 * (repeats + 1), vocabulary, SEED + length)
     kinds = ["new", "again", *(f"turn {turn}" for turn in range(1, TURNS + 1))]
     uncounted, measurement.asked = ([Asked(kind) for kind in kinds] for _ in range(2))
     for asked, prompts in ((uncounted, drawn[:2]), (measurement.asked, drawn[2:])):
         for prompt in prompts[::2]:
             for each in asked[:2]:
-                ask(client, prompt, each)
-        converse(client, prompts[1::2], asked[2:])
+                ask(servers[0], prompt, each)
+        converse(servers[0], prompts[1::2], asked[2:])
 
 
 def converse(client: Client, texts: list[list[int]], turns: list[Asked]) -> None:
@@ -146,18 +142,14 @@ def _rows(m: Measurement) -> list[dict[str, str]]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run; the exit status."""
     options = parse_options(argv)
     results = Results.of("profile_ttft", argv, options.jobs)
 
     def measurements_of(job: Job) -> list[Measurement]:
         return [Measurement(system=job.system, length=length) for length in options.lengths]
 
-    def measure_length(servers: list[Server], job: Job, measurement: Measurement) -> None:
-        measure(servers[0], job, options.repeats, measurement)
-
-    jobs, out = options.jobs, options.out
-    return measure_all(results, jobs, measurements_of, measure_length, write_results, out)
+    measure_one, jobs, out = partial(measure, options.repeats), options.jobs, options.out
+    return serving.measure_all(results, jobs, measurements_of, measure_one, write_results, out)
 
 
 if __name__ == "__main__":

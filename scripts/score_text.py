@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -25,19 +24,10 @@ import msgspec
 from transformers import AutoTokenizer
 
 from scripts.language import forcing
-from scripts.language.divergence import compare, kl_by_token
 from scripts.language.forcing import Forced, force
-from scripts.language.report import Report, Score, TextRun, markdown
+from scripts.language.report import Report, Score, TextRun, compare, kl_by_token, markdown
+from scripts.shared import comparison
 from scripts.shared.command import make_parser, run
-from scripts.shared.comparison import (
-    Load,
-    add_options,
-    attended_tokens,
-    make_systems,
-    read_options,
-    serve_each,
-    start_run,
-)
 from scripts.shared.models import folder_of
 from scripts.shared.report import write_report
 from scripts.shared.serving import Client, ServerError
@@ -59,9 +49,11 @@ SCORED_ON_CPU = SCORED_TEXTS[::2]
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """The command line; ValueError if it is wrong."""
     parser = make_parser("score_text", __doc__)
-    add_options(parser, "smollm2", (*DECODE_MODES, INLINE, CACHE_RANK), (64, 128, 384), SETTINGS)
+    comparison.add_options(
+        parser, "smollm2", (*DECODE_MODES, INLINE, CACHE_RANK), (64, 128, 384), SETTINGS
+    )
     add = parser.add_argument
     add("--text", nargs="+", metavar="FILE",
         help=f"files, or names of {', '.join(TEXTS)}; default: the first eight, without a GPU "
@@ -70,19 +62,18 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--tokens", type=int, help="last tokens, which count; default: 256, without a GPU 64")
     add("--warm-up", type=int, default=24,
         help="tokens before those, while systems become sparse; default: %(default)s")  # fmt: skip
-    options = read_options(parser, argv, SETTINGS)
+    options = comparison.read_options(parser, argv, SETTINGS)
     if options.tokens is None:
         options.tokens = 256 if options.gpus else 64
     if options.text is None:
         options.text = SCORED_TEXTS if options.gpus else SCORED_ON_CPU
     if min(options.tokens, options.warm_up) < 1:
-        parser.error("--tokens and --warm-up must be at least 1")
+        raise ValueError("--tokens and --warm-up must be at least 1")
     if options.context <= options.tokens + options.warm_up + options.settings["recent_tokens"]:
-        parser.error("--context must be longer than --tokens, --warm-up and recent tokens together")
-    try:
-        options.texts = [find_text(name) for name in options.text]
-    except ValueError as error:
-        parser.error(str(error))
+        raise ValueError(
+            "--context must be longer than --tokens, --warm-up and recent tokens together"
+        )
+    options.texts = [find_text(name) for name in options.text]
     return options
 
 
@@ -110,101 +101,96 @@ def tokenize(options: argparse.Namespace) -> list[Tokens]:
     return found
 
 
-class Scoring:
-    """Compares distributions of systems with those of dense decoding.
+def _score(
+    options: argparse.Namespace, system: System, text: str, dense: Forced, forced: Forced
+) -> Score:
+    """Compare the distributions of a system with those of dense decoding.
 
-    Attributes:
-        scores: of all systems so far.
+    Raises:
+        ServerError: attention was dense in tokens that count.
     """
-
-    def __init__(self, options: argparse.Namespace, texts: Sequence[Tokens]) -> None:
-        self.scores: list[Score] = []
-        self._options, self._texts = options, texts
-        self._dense: dict[str, Forced] = {}
-
-    def decode(self, server: Client, system: System) -> None:
-        """Decode all texts; dense decoding comes first, and the others are scored against it."""
-        folder = self._options.out / "logits" / system.label.replace("/", "_")
-        folder.mkdir(parents=True, exist_ok=True)
-
-        def one(text: Tokens) -> Forced:
-            return force(server, text.prompt, text.forced, folder / f"{text.name}.float32")
-
-        with ThreadPoolExecutor(len(self._texts)) as pool:
-            decoded = list(pool.map(one, self._texts))
-        for text, forced in zip(self._texts, decoded, strict=True):
-            if system.label == DENSE:
-                self._dense[text.name] = forced
-                continue
-            self.scores.append(self._score(system, text.name, forced))
-            forced.file.unlink()
-
-    def _score(self, system: System, name: str, forced: Forced) -> Score:
-        options, statistics = self._options, forced.statistics
-        first = len(forced.tokens) - options.tokens  # that counts
-        # The first token comes from the prefill, which is dense in every system.
-        sparse_from = 1 if system.is_sparse else first
-        if system.has_cache_rank:  # the last tokens are sparse
-            sparse_from = len(forced.tokens) - statistics.get("sparse_steps", 0)
-        if sparse_from > first:
-            reason = statistics["dense_reason"] or "waits for its selection"
-            raise ServerError(
-                f"{name}: attention was dense for {sparse_from} tokens ({reason}): --warm-up "
-                f"{first} is too short"
-            )
-        dense, found = (run.log_probabilities(sparse_from) for run in (self._dense[name], forced))
-        counted = slice(first - sparse_from, None)
-        divergence = compare(dense[counted], found[counted], forced.tokens[first:])
-        label, budget = system.without_budget()
-        attended = options.context
-        if system.is_sparse:
-            said = statistics.get("attended_tokens")  # baselines say nothing
-            attended = said or min(attended, attended_tokens(system, options.settings))
-        return Score(
-            text=name,
-            system=label,
-            budget=budget,
-            attended=attended,
-            **msgspec.structs.asdict(divergence),
-            sparse_from=sparse_from if system.is_sparse else None,
-            kl_after_transition=kl_by_token(dense, found).round(decimals=6).tolist(),
-            late_steps=statistics.get("late_steps", 0),
-            stale_steps=statistics.get("stale_steps", 0),
+    statistics = forced.statistics
+    first = len(forced.tokens) - options.tokens  # that counts
+    # The first token comes from the prefill, which is dense in every system.
+    sparse_from = 1 if system.is_sparse else first
+    if system.has_cache_rank:  # the last tokens are sparse
+        sparse_from = len(forced.tokens) - statistics.get("sparse_steps", 0)
+    if sparse_from > first:
+        reason = statistics["dense_reason"] or "waits for its selection"
+        raise ServerError(
+            f"{text}: attention was dense for {sparse_from} tokens ({reason}): --warm-up "
+            f"{first} is too short"
         )
+    expected, found = (run.log_probabilities(sparse_from) for run in (dense, forced))
+    counted = slice(first - sparse_from, None)
+    divergence = compare(expected[counted], found[counted], forced.tokens[first:])
+    label, budget = system.without_budget()
+    attended = statistics.get("attended_tokens") if system.is_sparse else options.context
+    if not attended:  # only selection in SGLang's process says it
+        parts = {**options.settings, **system.changes}
+        most = parts["sink_tokens"] + parts["sparse_budget"] + parts["recent_tokens"] + 1
+        attended = min(options.context, most)
+    return Score(
+        text=text,
+        system=label,
+        budget=budget,
+        attended=attended,
+        **msgspec.structs.asdict(divergence),
+        sparse_from=sparse_from if system.is_sparse else None,
+        kl_after_transition=kl_by_token(expected, found).round(decimals=6).tolist(),
+        late_steps=statistics.get("late_steps", 0),
+        stale_steps=statistics.get("stale_steps", 0),
+    )
 
 
 def score(options: argparse.Namespace, argv: Sequence[str]) -> TextRun:
     """Score all systems, and write what there is, also of an interrupted run."""
     texts = tokenize(options)
-    found = TextRun(
-        **start_run("score_text", argv, options),
+    found = TextRun.of(
+        "score_text",
+        argv,
+        options,
         context=options.context,
         scored=options.tokens,
         warm_up=options.warm_up,
         texts={text.name: text.sha256 for text in options.texts},
     )
     options.server_flags = [*forcing.SERVER_FLAGS, *options.server_flags]
-    load = Load(len(texts), len(texts) * options.context, len(texts[0].prompt))
-    scoring = Scoring(options, texts)
+    load = comparison.Load(len(texts), len(texts) * options.context, len(texts[0].prompt))
+    scores: list[Score] = []
+    dense: list[Forced] = []  # comes first, and the others are scored against it
+
+    def decode(server: Client, system: System) -> None:
+        folder = options.out / "logits" / system.label.replace("/", "_")
+        folder.mkdir(parents=True, exist_ok=True)
+
+        def one(text: Tokens) -> Forced:
+            return force(server, text.prompt, text.forced, folder / f"{text.name}.float32")
+
+        with ThreadPoolExecutor(len(texts)) as pool:
+            decoded = list(pool.map(one, texts))
+        if system.label == DENSE:
+            dense.extend(decoded)
+            return
+        for text, expected, forced in zip(texts, dense, decoded, strict=True):
+            scores.append(_score(options, system, text.name, expected, forced))
+            forced.file.unlink()
+
     try:
-        serve_each([System.parse(DENSE)], options, load, found, scoring.decode)
+        comparison.serve_each([System.parse(DENSE)], options, load, found, decode)
         if DENSE in found.failures:
             raise ServerError(f"dense decoding failed: {found.failures[DENSE]}")
-        others = [system for system in make_systems(options) if system.label != DENSE]
-        serve_each(others, options, load, found, scoring.decode)
+        others = [system for system in comparison.make_systems(options) if system.label != DENSE]
+        comparison.serve_each(others, options, load, found, decode)
     finally:
         shutil.rmtree(options.out / "logits", ignore_errors=True)
-        report = Report(found, scoring.scores)
+        report = Report(found, scores)
         print(*write_report(options.out, "results", report, markdown(report)), sep="\n")
     return found
 
 
 def main(argv: Sequence[str]) -> int:
-    """Score; the exit status."""
-    try:
-        return int(bool(score(parse_options(argv), argv).failures))
-    except (ServerError, ValueError) as error:
-        sys.exit(f"error: {error}")
+    return int(bool(score(parse_options(argv), argv).failures))
 
 
 if __name__ == "__main__":

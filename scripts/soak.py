@@ -24,8 +24,10 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import requests
@@ -34,8 +36,8 @@ from rich.status import Status
 
 from scripts.demo import environment
 from scripts.operations.disturbances import DISTURBANCES, Scene
-from scripts.operations.streams import Streams
-from scripts.operations.watch import Watch
+from scripts.operations.streams import Ended, Streams
+from scripts.operations.watch import Memory, Watch
 from scripts.shared.command import make_parser, run
 from scripts.shared.serving import Server, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
@@ -67,7 +69,6 @@ METRICS_OF_A_PROCESS = re.compile(r"(?:counter|gauge|histogram|summary)\w*_(\d+)
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Read a command line; ends if it is wrong."""
     parser = make_parser("soak", __doc__)
     add = parser.add_argument
     add("--seconds", type=float, default=120, help="in all, start-up apart; default: 120")
@@ -80,108 +81,42 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-class Soak:
-    """Streams and disturbances against one server, and what came of them.
+@dataclass
+class Outcome:
+    """What came of the use of a server."""
 
-    Attributes:
-        mistakes: what was wrong, in words; empty if nothing was.
-        interrupted: whether it was ended before its time.
-    """
-
-    def __init__(self, server: Server, streams: int, names: Sequence[str]) -> None:
-        """Begin to use a server; disturbances are drawn of these names."""
-        self.mistakes: list[str] = []
-        self.interrupted = False
-        self._first = server.cache_rank()
-        self._has_cache_rank = "pid" in self._first
-        self._disturbances: Counter[str] = Counter()
-        self._server, self._names = server, names
-        self._watch = Watch(server, server.process.pid)
-        self._streams = Streams(server, streams)
-
-    def use(self, seconds: float, status: Status, mode: str) -> None:
-        """Disturb the server for so long, and end what is under way."""
-        source = random.Random("disturbances")
-        scene = Scene(self._server, self._streams, source, TIMEOUT)
-        deadline = time.monotonic() + seconds
-        try:
-            while (left := deadline - time.monotonic()) > 0:
-                status.update(f"{mode}: {left:.0f} s left: {len(self._streams.ended)} requests")
-                time.sleep(source.uniform(*SECONDS_BETWEEN_DISTURBANCES))
-                if self._server.process.poll() is not None:
-                    self.mistakes.append(f"the server ended: {self._server.tail()[-500:]}")
-                    break
-                weights = [DISTURBANCES[name].weight for name in self._names]
-                (name,) = source.choices(self._names, weights)
-                self._disturbances[name] += 1
-                try:
-                    DISTURBANCES[name].act(scene)
-                except Exception as error:  # one that the server does not take is a finding
-                    self.mistakes.append(f"{type(error).__name__}: {error}")
-        except KeyboardInterrupt:
-            self.interrupted = True
-        finally:
-            self._streams.stop()
-            try:
-                self.mistakes += self._what_is_left()
-            finally:
-                self._watch.stop()
-        self.mistakes += [one.mistake for one in self._streams.ended if one.mistake]
-        for name, memory in self._watch.memories(self._has_cache_rank).items():
-            if not memory.late and not self.interrupted:
-                self.mistakes.append(f"the memory of the {name} was not seen: soak for longer")
-            elif not memory.flat:
-                self.mistakes.append(f"the memory of the {name} grows: {memory}")
-
-    def _what_is_left(self) -> list[str]:
-        """What is not as before the first request, when the last one has ended."""
-        server, with_cache_rank = self._server, self._has_cache_rank
-        if server.process.poll() is not None:
-            return []
-        try:
-            idle = {"up": True, "sequences": 0} if with_cache_rank else {"sparse_requests": 0}
-            server.wait_for(SECONDS_TO_END, **idle)
-            server.flush_cache(SECONDS_TO_END)  # prompts are kept for those who come again
-            empty = {"tokens_held": 0} if with_cache_rank else {}
-            state = server.wait_for(SECONDS_TO_END, **empty)
-        except (TimeoutError, requests.RequestException) as error:
-            return [str(error)[:500]]
-        if missing := self._first["pool_free_tokens"] - state["pool_free_tokens"]:
-            return [f"{missing} tokens of SGLang's pool are not free"]
-        return []
-
-    @property
-    def passed(self) -> bool:
-        """Whether nothing was wrong until its end."""
-        return not self.mistakes and not self.interrupted
+    ended: list[Ended]
+    disturbances: int
+    outages: list[float]  # seconds
+    memories: dict[str, Memory]
+    mistakes: list[str]  # in words
+    interrupted: bool  # ended before its time
 
     def __str__(self) -> str:
         """The verdict in one line; one that was interrupted has not passed."""
         result = "FAILED" if self.mistakes else "INTERRUPTED" if self.interrupted else "PASSED"
-        ended, outages = self._streams.ended, self._watch.outages
-        kinds = Counter(one.kind for one in ended)
+        kinds = Counter(one.kind for one in self.ended)
         parts = [
-            f"{len(ended)} requests ("
+            f"{len(self.ended)} requests ("
             + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-            + f"; {sum(one.sparse_steps > 0 for one in ended)} sparse)",
-            f"the longest {max((one.seconds for one in ended), default=0):.1f} s",
+            + f"; {sum(one.sparse_steps > 0 for one in self.ended)} sparse)",
+            f"the longest {max((one.seconds for one in self.ended), default=0):.1f} s",
             f"{len(self.mistakes)} mistakes",
-            f"{self._disturbances.total()} disturbances",
+            f"{self.disturbances} disturbances",
         ]
-        if outages:
-            median, most = statistics.median(outages), max(outages)
+        if self.outages:
+            median, most = statistics.median(self.outages), max(self.outages)
+            losses = sum(one.losses for one in self.ended)
             parts += [
-                f"{len(outages)} losses of {sum(one.losses for one in ended)} sparse requests",
+                f"{len(self.outages)} losses of {losses} sparse requests",
                 f"up again after {median:.1f} s, {most:.1f} at most",
             ]
-        for name, memory in self._watch.memories(self._has_cache_rank).items():
-            parts.append(f"memory of the {name} {memory}")
+        parts += [f"memory of the {name} {memory}" for name, memory in self.memories.items()]
         return f"{result}: {', '.join(parts)}"
 
 
-@contextlib.contextmanager
-def soaking(options: argparse.Namespace, mode: str) -> Iterator[Soak]:
-    """A server in a mode, under use; what it leaves behind is a mistake."""
+def soak(options: argparse.Namespace, mode: str, status: Status) -> Outcome:
+    """Use and disturb a server in a mode; what it leaves behind is a mistake."""
     flags, names = options.flags, options.disturbances
     if mode == INLINE:
         names = [name for name in names if not DISTURBANCES[name].of_cache_rank]
@@ -194,10 +129,66 @@ def soaking(options: argparse.Namespace, mode: str) -> Iterator[Soak]:
             server.generate([5, 6, 7], 2)  # some files are made with the first token
             places = Path(folder), Path("/dev/shm")
             files = files_in(*places)
-            soak = Soak(server, options.streams, names)
-            yield soak
+            outcome = use(server, options, names, lambda said: status.update(f"{mode}: {said}"))
             left = files_in(*places) - files
-            soak.mistakes.extend(f"left behind: {name}" for name in sorted(left))
+    outcome.mistakes += [f"left behind: {name}" for name in sorted(left)]
+    return outcome
+
+
+def use(
+    server: Server, options: argparse.Namespace, names: Sequence[str], say: Callable[[str], None]
+) -> Outcome:
+    """Use a server for its share of the time, with these disturbances, and see what is left."""
+    first, source, mistakes = server.cache_rank(), random.Random("disturbances"), list[str]()
+    disturbances, interrupted = 0, False
+    deadline = time.monotonic() + options.seconds / len(options.modes)
+    with contextlib.closing(Watch(server, "pid" in first)) as watch:
+        streams = Streams(server, options.streams)
+        scene = Scene(server, streams, source, TIMEOUT)
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                say(f"{left:.0f} s left: {len(streams.ended)} requests")
+                time.sleep(source.uniform(*SECONDS_BETWEEN_DISTURBANCES))
+                if server.process.poll() is not None:
+                    mistakes.append(f"the server ended: {server.tail()[-500:]}")
+                    break
+                (name,) = source.choices(names, [DISTURBANCES[name].weight for name in names])
+                disturbances += 1
+                try:
+                    DISTURBANCES[name].act(scene)
+                except Exception as error:  # one that the server does not take is a finding
+                    mistakes.append(f"{type(error).__name__}: {error}")
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            streams.stop()
+        mistakes += what_is_left(server, first)
+    mistakes += [one.mistake for one in streams.ended if one.mistake]
+    memories = watch.memories()
+    for name, memory in memories.items():
+        if not memory.late and not interrupted:
+            mistakes.append(f"the memory of the {name} was not seen: soak for longer")
+        elif not memory.flat:
+            mistakes.append(f"the memory of the {name} grows: {memory}")
+    return Outcome(streams.ended, disturbances, watch.outages, memories, mistakes, interrupted)
+
+
+def what_is_left(server: Server, first: dict[str, Any]) -> list[str]:
+    """What is not as in the `first` state, before all requests, when the last one has ended."""
+    if server.process.poll() is not None:
+        return []
+    with_cache_rank = "pid" in first
+    try:
+        idle = {"up": True, "sequences": 0} if with_cache_rank else {"sparse_requests": 0}
+        server.wait_for(SECONDS_TO_END, **idle)
+        server.flush_cache(SECONDS_TO_END)  # prompts are kept for those who come again
+        empty = {"tokens_held": 0} if with_cache_rank else {}
+        state = server.wait_for(SECONDS_TO_END, **empty)
+    except (TimeoutError, requests.RequestException) as error:
+        return [str(error)[:500]]
+    if missing := first["pool_free_tokens"] - state["pool_free_tokens"]:
+        return [f"{missing} tokens of SGLang's pool are not free"]
+    return []
 
 
 def files_in(*places: Path) -> set[str]:
@@ -214,18 +205,17 @@ def files_in(*places: Path) -> set[str]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Soak a server in each mode; returns the exit status."""
     options = parse_options(argv)
     console = Console()
     failed = False
     for mode in options.modes:
-        with console.status(f"{mode}: starting") as status, soaking(options, mode) as soak:
-            soak.use(options.seconds / len(options.modes), status, mode)
-        console.print(f"{mode}: {soak}", soft_wrap=True, highlight=False)
-        for mistake in soak.mistakes:
+        with console.status(f"{mode}: starting") as status:
+            outcome = soak(options, mode, status)
+        console.print(f"{mode}: {outcome}", soft_wrap=True, highlight=False)
+        for mistake in outcome.mistakes:
             console.print(f"  {mistake}", soft_wrap=True, highlight=False, markup=False)
-        failed |= not soak.passed
-        if soak.interrupted:
+        failed |= bool(outcome.mistakes) or outcome.interrupted
+        if outcome.interrupted:
             break
     return int(failed)
 

@@ -4,16 +4,14 @@ Quest (arXiv 2406.10774), TOVA (arXiv 2401.06104), a window, and an oracle selec
 rank, with the current query, before each layer's attention. They share --sparse-budget,
 --sink-tokens, --recent-tokens and --dense-layers with a cache rank.
 
-    args.py        the flag --decode-mode, and what a baseline needs of SGLang
-    plugin.py      registers the attention backend and hooks; scheduler processes
+    plugin.py      the flag --decode-mode, and what SGLang has to know; rounding, as in an FP8 cache
     launch.py      python -m scripts.baselines.launch --decode-mode quest
     attention.py   the decode attention backend
     selection.py   what each mode attends to
     reference.py   scores and selection by the current query, plain torch
     kernels.py     the same for Quest on a GPU, Triton
 
-drafting.py lets the drafts of a server select in other ways, and rounding.py rounds K and V as an
-FP8 cache does: both for what they select and lose, on a CPU.
+drafting.py lets the drafts of a server on a CPU select in other ways, for what they select.
 """
 
 import sglang_ext  # noqa: F401  (makes SGLang importable without a GPU)

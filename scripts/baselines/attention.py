@@ -13,7 +13,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from scripts.baselines.args import BaselineServerArgs
+from scripts.baselines.plugin import BaselineServerArgs
 from scripts.baselines.reference import Budget
 from scripts.baselines.selection import QUEST_PAGE, Selection, Step, attend
 from sglang_ext.dense_kernels import AroundDenseKernels
@@ -80,21 +80,20 @@ class BaselineAttnBackend(AroundDenseKernels):
             return self._dense.forward_decode(
                 q, k, v, layer, forward_batch, save_kv_cache, **kwargs
             )
-        assert self._step is not None
+        step = self._step
+        assert step is not None
         if k is not None and save_kv_cache:
             # SGLang's pool takes (tokens, Hkv, D); the models of this engine hand it over so.
             self.token_to_kv_pool.set_kv_buffer(
                 layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v
             )
         queries = q.contiguous().view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        self.selection.select(self._step, sparse_layer, queries)
+        self.selection.select(step, sparse_layer, queries)
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer.layer_id)
         if queries.is_cuda:
-            output = self._flash_attention(queries, keys, values, layer, self._step)
+            output = self._flash_attention(queries, keys, values, layer, step)
         else:
-            output = attend(
-                queries, keys, values, self._step.lists, self._step.attended, layer.scaling
-            )
+            output = attend(queries, keys, values, step.lists, step.attended, layer.scaling)
         return output.view(-1, layer.tp_q_head_num * layer.v_head_dim)
 
     def on_extend(self, forward_batch: Any) -> None:

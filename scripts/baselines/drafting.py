@@ -8,6 +8,7 @@ select, and not for how long they take.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -25,22 +26,20 @@ PASS_TOKENS = 32
 """Queries that are kept of a prefill; a verification has no more."""
 
 
-class Seen(NamedTuple):
-    """Queries of a request in a layer."""
+@dataclass
+class Seen:
+    """What is known of a request in a layer since its last prefill or verification."""
 
-    start: int  # position of the first one
-    queries: Tensor  # (n, Hq, D), one after the other
-
-    def before(self, position: int) -> Tensor:
-        """Those before a position."""
-        return self.queries[: position - self.start]
+    start: int  # position of the first of these:
+    queries: Tensor  # (n, Hq, D) of that pass, one after the other
+    last_query: Tensor | None = None  # of the newest draft since
+    round_scores: Tensor | None = None  # what `once-a-round` has scored
 
 
 class Question(NamedTuple):
     """What a selector is asked: scores of a request's tokens, (Hkv, T), in a layer."""
 
-    selection: ComparedSelection
-    place: tuple[int, int]  # layer and request slot
+    seen: Seen
     query: Tensor  # (Hq, D), of the draft's token
     keys: Tensor  # (Hkv, T, D), true ones
     scale: float  # factor on logits
@@ -52,16 +51,14 @@ class Question(NamedTuple):
 
     def confirmed(self) -> Tensor:
         """Queries of the last pass that are before the draft's token."""
-        return self.selection.last_pass[self.place].before(self.keys.shape[1])
+        return self.seen.queries[: self.keys.shape[1] - self.seen.start]
 
 
 class ComparedSelection(Selection):
     """Selects by `score_by`, from true keys.
 
     Attributes:
-        last_pass: of each layer and request slot, the queries of the last prefill or verification.
-        last_query: of each layer and request slot, the newest of a draft since.
-        round_scores: of each layer and request slot, what `once-a-round` has scored in this round.
+        seen: by layer and request slot.
     """
 
     def __init__(
@@ -71,20 +68,12 @@ class ComparedSelection(Selection):
         shape = *codes.shape[1:3], heads.head_dim
         self._keys = [torch.zeros(shape) for _ in range(heads.layers)]
         self._score_by = SELECTORS[score_by]
-        self.last_pass: dict[tuple[int, int], Seen] = {}
-        self.last_query: dict[tuple[int, int], Tensor] = {}
-        self.round_scores: dict[tuple[int, int], Tensor] = {}
+        self.seen: dict[tuple[int, int], Seen] = {}
 
     def encode(self, layer: int, keys: Tensor, rows: Tensor) -> None:
         """Keep keys as they are, beside their sketches."""
         super().encode(layer, keys, rows)
         self._keys[layer][:, rows.long()] = keys.transpose(0, 1).float()
-
-    def note_pass(self, layer: int, slot: int, seen: Seen) -> None:
-        """Keep the queries of a prefill or verification."""
-        self.last_pass[layer, slot] = seen
-        self.last_query.pop((layer, slot), None)
-        self.round_scores.pop((layer, slot), None)
 
     def select(
         self, layer: int, queries: Tensor, slots: Tensor, lengths: Tensor, scale: float
@@ -98,11 +87,11 @@ class ComparedSelection(Selection):
                 continue
             rows = self._row_table[slot, :length].long()
             keys = self._keys[layer][:, rows[:-1]]
-            query = queries[request].float()
-            scores = self._score_by(Question(self, (layer, slot), query, keys, scale))
+            query, seen = queries[request].float(), self.seen[layer, slot]
+            scores = self._score_by(Question(seen, query, keys, scale))
             attended = rows[pick(scores, length, self._sinks, self._recent, budget)]
             picked[request, :, : attended.shape[-1]] = attended
-            self.last_query[layer, slot] = query.clone()
+            seen.last_query = query.clone()
         return picked
 
 
@@ -114,12 +103,11 @@ def by_newest(asked: Question) -> Tensor:
 
 def by_pass(asked: Question) -> Tensor:
     """Score once a round, by the queries of all tokens that the verification before confirmed."""
-    known = asked.selection.round_scores
-    if asked.place not in known:
-        known[asked.place] = asked.probabilities(asked.confirmed()).sum(dim=(0, 2))
-    scores = known[asked.place]
-    missing = asked.keys.shape[1] - scores.shape[1]
-    return torch.nn.functional.pad(scores, (0, missing), value=-1.0)
+    seen = asked.seen
+    if seen.round_scores is None:
+        seen.round_scores = asked.probabilities(asked.confirmed()).sum(dim=(0, 2))
+    missing = asked.keys.shape[1] - seen.round_scores.shape[1]
+    return torch.nn.functional.pad(seen.round_scores, (0, missing), value=-1.0)
 
 
 def by_quest(asked: Question) -> Tensor:
@@ -134,17 +122,15 @@ def by_quest(asked: Question) -> Tensor:
     return scores.repeat_interleave(QUEST_PAGE, dim=-1)[:, :tokens]
 
 
-def by_last_query(asked: Question) -> Tensor:
-    """Score by the query of the token before."""
-    query = asked.selection.last_query.get(asked.place)
-    if query is None:
-        query = asked.confirmed()[-1]
-    return asked.probabilities(query[None])[0].amax(dim=1)
-
-
 def by_query(asked: Question) -> Tensor:
     """Score by the query itself."""
     return asked.probabilities(asked.query[None])[0].amax(dim=1)
+
+
+def by_last_query(asked: Question) -> Tensor:
+    """Score by the query of the token before."""
+    last = asked.seen.last_query
+    return by_query(asked._replace(query=asked.confirmed()[-1] if last is None else last))
 
 
 SELECTORS = {
@@ -172,7 +158,7 @@ class NotingBackend(InlineAttnBackend):
             starts = forward_batch.extend_prefix_lens.tolist()
             for slot, start, part in zip(slots, starts, parts, strict=True):
                 kept = part[-PASS_TOKENS:].clone()
-                self._selection.note_pass(index, slot, Seen(start + len(part) - len(kept), kept))
+                self._selection.seen[index, slot] = Seen(start + len(part) - len(kept), kept)
         return super().forward_extend(q, k, v, layer, forward_batch, *args, **kw)
 
 

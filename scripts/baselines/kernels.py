@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from scripts.baselines.reference import Budget
+from scripts.baselines.reference import Batch, Budget
 
 BLOCK = 64
 """A program scores this many pages at a time."""
@@ -30,47 +30,30 @@ def count_splits(units: int, blocks: int) -> int:
 
 
 def build_bounds(
-    keys: Tensor,
-    req_to_token: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    stops: Tensor,
-    max_pages: int,
-    page: int,
-    pool_page: int,
-    bounds: Tensor,
+    keys: Tensor, batch: Batch, starts: Tensor, max_pages: int, page: int, bounds: Tensor
 ) -> None:
     """See the reference. One launch."""
     _, kv_heads, head_dim = keys.shape
     assert keys.is_contiguous()
     assert bounds.is_contiguous()
-    _build_bounds[(max_pages, slots.shape[0])](
+    _build_bounds[(max_pages, batch.slots.shape[0])](
         keys,
-        req_to_token,
-        slots,
+        batch.table,
+        batch.slots,
         starts,
-        stops,
+        batch.lengths,
         bounds,
-        req_to_token.stride(0),
+        batch.table.stride(0),
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         PADDED_DIMS=triton.next_power_of_2(head_dim),
         PAGE_TOKENS=page,
-        POOL_PAGE=pool_page,
+        POOL_PAGE=batch.pool_page,
         num_warps=1,
     )
 
 
-def score_pages(
-    queries: Tensor,
-    bounds: Tensor,
-    req_to_token: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    budget: Budget,
-    pool_page: int,
-    out: Tensor,
-) -> None:
+def score_pages(queries: Tensor, bounds: Tensor, batch: Batch, budget: Budget, out: Tensor) -> None:
     """See the reference. One launch.
 
     max(q · min, q · max) is max(q, 0) · max + min(q, 0) · min, so the bound is two products.
@@ -85,11 +68,11 @@ def score_pages(
     _score_pages[(splits, rows * kv_heads)](
         queries,
         bounds,
-        req_to_token,
-        slots,
-        lengths,
+        batch.table,
+        batch.slots,
+        batch.lengths,
         out,
-        req_to_token.stride(0),
+        batch.table.stride(0),
         pages,
         budget.sinks,
         budget.recent,
@@ -100,21 +83,14 @@ def score_pages(
         HEAD_DIM=head_dim,
         PADDED_DIMS=max(16, triton.next_power_of_2(head_dim)),
         PAGE_TOKENS=budget.page,
-        POOL_PAGE=pool_page,
+        POOL_PAGE=batch.pool_page,
         BLOCK=BLOCK,
         EXACT=bounds.dtype == torch.float32 or not bounds.is_cuda,
         num_warps=4,
     )
 
 
-def select(
-    scores: Tensor,
-    req_to_token: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    budget: Budget,
-    out: Tensor,
-) -> None:
+def select(scores: Tensor, batch: Batch, budget: Budget, out: Tensor) -> None:
     """See the reference. One launch: a radix selection, one program a row and head."""
     rows, heads, capacity = scores.shape
     assert scores.is_contiguous()
@@ -123,11 +99,11 @@ def select(
     assert budget.selected > 0
     _select[(heads, rows)](
         scores,
-        req_to_token,
-        slots,
-        lengths,
+        batch.table,
+        batch.slots,
+        batch.lengths,
         out,
-        req_to_token.stride(0),
+        batch.table.stride(0),
         capacity,
         budget.width,
         budget.sinks,

@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Sequence
 
+from scripts.baselines import plugin
 from sglang_ext.launch import main
 
 
@@ -28,16 +29,11 @@ def serve(argv: Sequence[str]) -> int:
         return main(others, run_scheduler_process=run)
 
     if own.round_kv is not None:
-        from scripts.baselines import rounding
-
-        run = functools.partial(rounding.run_scheduler_process, own.round_kv)
+        run = functools.partial(plugin.run_rounding_scheduler_process, own.round_kv)
         return main(others, run_scheduler_process=run)
 
-    from scripts.baselines import plugin
-    from scripts.baselines.args import BaselineServerArgs
-
     plugin.register()
-    return main(others, BaselineServerArgs, plugin.run_scheduler_process)
+    return main(others, plugin.BaselineServerArgs, plugin.run_scheduler_process)
 
 
 if __name__ == "__main__":

@@ -3,10 +3,7 @@
 `score_tokens` also runs on GPUs: TOVA and the oracle are compared for what they select, and not for
 how long they take.
 
-Keys are in SGLang's own pool, (pool rows, Hkv, D). All functions find tokens through the same three
-tensors: `req_to_token`, (request slots, context) int32, holds the pool row of each token of each
-request; `slots`, (B,), are the request slots of a batch; and `lengths`, (B,), are their tokens, the
-current one included. The last two have any integer dtype.
+Keys are in SGLang's own pool, (pool rows, Hkv, D), where a `Batch` finds them.
 """
 
 from __future__ import annotations
@@ -17,6 +14,15 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.select.reference import top_tokens
+
+
+class Batch(NamedTuple):
+    """Requests that decode, and where their tokens are."""
+
+    table: Tensor  # (request slots, context) int32, the pool row of each token of each request
+    slots: Tensor  # (B,) of any integer dtype, the request slots of the batch
+    lengths: Tensor  # (B,) likewise, their tokens, the current one included
+    pool_page: int  # tokens of a page of the pool
 
 
 class Budget(NamedTuple):
@@ -58,46 +64,31 @@ class Budget(NamedTuple):
 
 
 def build_bounds(
-    keys: Tensor,
-    req_to_token: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    stops: Tensor,
-    max_pages: int,
-    page: int,
-    pool_page: int,
-    bounds: Tensor,
+    keys: Tensor, batch: Batch, starts: Tensor, max_pages: int, page: int, bounds: Tensor
 ) -> None:
-    """Take the bounds of every page that the tokens [start, stop) of a row complete.
+    """Take the bounds of every page that the tokens from `start` on of a row complete.
 
     The bounds are those of Quest section 3.2.
 
     Args:
-        keys, req_to_token, slots: see above.
-        starts, stops: (B,) integers, how many tokens the row had before and has now.
+        keys: see above.
+        batch: its pool's pages have one token or `page`.
+        starts: (B,) integers, how many tokens the row had before.
         max_pages: at least how many pages a row completes.
-        page, pool_page: how many tokens a page has, and a page of the pool, 1 or `page`.
+        page: tokens of a page.
         bounds: (pool rows / pool_page, Hkv, 2, D) of the keys' dtype, the largest and the smallest
             value of each channel; written in place. A page's entry is that of its first token.
     """
-    for slot, start, stop in zip(slots.tolist(), starts.tolist(), stops.tolist(), strict=True):
+    lengths = (part.tolist() for part in (batch.slots, starts, batch.lengths))
+    for slot, start, stop in zip(*lengths, strict=True):
         for index in range(start // page, stop // page):
-            rows = req_to_token[slot, index * page : (index + 1) * page].to(torch.int64)
+            rows = batch.table[slot, index * page : (index + 1) * page].to(torch.int64)
             tokens = keys[rows]
-            bounds[rows[0] // pool_page, :, 0] = tokens.amax(dim=0)
-            bounds[rows[0] // pool_page, :, 1] = tokens.amin(dim=0)
+            bounds[rows[0] // batch.pool_page, :, 0] = tokens.amax(dim=0)
+            bounds[rows[0] // batch.pool_page, :, 1] = tokens.amin(dim=0)
 
 
-def score_pages(
-    queries: Tensor,
-    bounds: Tensor,
-    req_to_token: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    budget: Budget,
-    pool_page: int,
-    out: Tensor,
-) -> None:
+def score_pages(queries: Tensor, bounds: Tensor, batch: Batch, budget: Budget, out: Tensor) -> None:
     """Bound the logits of every candidate page from above (Quest section 3.2).
 
     The bound of a query head is Σ_d max(q_d · min_d, q_d · max_d), and that of a kv head the
@@ -105,15 +96,15 @@ def score_pages(
 
     Args:
         queries: (B, Hq, D) current queries.
-        bounds, pool_page: see `build_bounds`.
+        bounds: see `build_bounds`.
         out: (B, Hkv, pages) float32, written in place; entries of pages that are no candidates keep
             what they hold.
     """
     kv_heads = bounds.shape[1]
-    first, last = _candidate_pages(lengths, budget)
-    for row, slot in enumerate(slots.tolist()):
+    first, last = _candidate_pages(batch.lengths, budget)
+    for row, slot in enumerate(batch.slots.tolist()):
         pages = torch.arange(first[row], last[row], device=bounds.device)
-        entries = req_to_token[slot, pages * budget.page].to(torch.int64) // pool_page
+        entries = batch.table[slot, pages * budget.page].to(torch.int64) // batch.pool_page
         largest, smallest = bounds[entries].float().unbind(dim=2)  # (pages, Hkv, D)
         query = queries[row].float().reshape(kv_heads, -1, 1, queries.shape[-1])
         bound = torch.maximum(
@@ -123,15 +114,7 @@ def score_pages(
 
 
 def score_tokens(
-    queries: Tensor,
-    keys: Tensor,
-    req_to_token: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    budget: Budget,
-    scale: float,
-    shared: bool,
-    out: Tensor,
+    queries: Tensor, keys: Tensor, batch: Batch, scale: float, shared: bool, out: Tensor
 ) -> None:
     """Score every token exactly with the current query.
 
@@ -148,8 +131,8 @@ def score_tokens(
             Only entries of candidates mean something afterwards.
     """
     kv_heads = keys.shape[1]
-    tables = req_to_token[slots.to(torch.int64)].to(torch.int64)  # (B, capacity)
-    beyond = torch.arange(tables.shape[1], device=keys.device) >= lengths[:, None]
+    tables = batch.table[batch.slots.to(torch.int64)].to(torch.int64)  # (B, capacity)
+    beyond = torch.arange(tables.shape[1], device=keys.device) >= batch.lengths[:, None]
     for row in range(len(queries)):  # one by one: keys are copied, and those of all are many
         tokens = keys[tables[row]].float()  # (capacity, Hkv, D)
         query = queries[row].float().reshape(kv_heads, -1, queries.shape[-1])
@@ -161,14 +144,7 @@ def score_tokens(
             out[row] = log_probabilities.amax(dim=1)
 
 
-def select(
-    scores: Tensor,
-    req_to_token: Tensor,
-    slots: Tensor,
-    lengths: Tensor,
-    budget: Budget,
-    out: Tensor,
-) -> None:
+def select(scores: Tensor, batch: Batch, budget: Budget, out: Tensor) -> None:
     """List what each row attends to: sinks, then the newest tokens, then the best candidates.
 
     The pages with the highest scores are selected. Ties go to the newer page, and NaN is below
@@ -180,13 +156,13 @@ def select(
         out: (B, H, width) int32, written in place: pool row * H + head of each token.
             `Budget.attended_of` says how many are written.
     """
-    page = budget.page
+    page, lengths = budget.page, batch.lengths
     scores = scores.masked_fill(scores.isnan(), -torch.inf)
     head = torch.arange(scores.shape[1], device=out.device).unsqueeze(-1)
     first, last = _candidate_pages(lengths, budget)
     recent_start = budget.recent_start_of(lengths).tolist()
     sinks = budget.sinks_of(lengths).tolist()
-    for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
+    for row, (slot, length) in enumerate(zip(batch.slots.tolist(), lengths.tolist(), strict=True)):
         always = [*range(sinks[row]), *range(recent_start[row], length)]
         best = top_tokens(scores[row], range(first[row], last[row]), budget.selected // page)
         chosen = best.sort(descending=True).values.unsqueeze(-1) * page  # (H, pages, 1)
@@ -197,7 +173,7 @@ def select(
             ),
             dim=1,
         )
-        out[row, :, : tokens.shape[1]] = req_to_token[slot][tokens] * len(head) + head
+        out[row, :, : tokens.shape[1]] = batch.table[slot][tokens] * len(head) + head
 
 
 def _candidate_pages(lengths: Tensor, budget: Budget) -> tuple[list[int], list[int]]:

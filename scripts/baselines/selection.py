@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cache_rank.kernels.attend.reference import attend_rows
 from scripts.baselines import kernels, reference
-from scripts.baselines.reference import Budget
+from scripts.baselines.reference import Batch, Budget
 
 QUEST_PAGE = 16
 """A page of Quest has this many tokens, as in the paper."""
@@ -27,109 +27,74 @@ PER_HEAD = {"window": False, "tova": False, "quest": True, "oracle": True}
 class Step:
     """What the layers of a decode step share; H is the lists of a request, 1 or Hkv."""
 
-    slots: Tensor  # (B,) request slots
-    lengths: Tensor  # (B,) tokens, the current one included
+    batch: Batch
     attended: Tensor  # (B * H,) int32 tokens that each list holds
     lists: Tensor  # (B, H, width) int32 pool row * H + head
     scores: Tensor  # (B, H, pages) float32
 
 
+@dataclasses.dataclass
 class Selection:
     """Lists of one mode over SGLang's pools.
 
     Attributes:
         heads: H, the lists of a request.
-        budget: what is attended to.
+        bounds: for `quest`, of every page of the pool, a tensor a sparse layer.
     """
 
-    def __init__(
-        self,
-        mode: str,
-        budget: Budget,
-        req_to_token: Tensor,
-        keys: list[Tensor],
-        scale: float,
-        pool_page: int,
-    ) -> None:
-        """Allocate what outlives a step: for `quest`, the bounds of every page of the pool.
+    mode: str  # a key of PER_HEAD
+    budget: Budget  # what is attended to
+    table: Tensor  # (request slots, context) int32
+    keys: list[Tensor]  # of each sparse layer, (pool rows, Hkv, D)
+    scale: float  # factor on the logits
+    pool_page: int  # tokens of a page of the pool
 
-        Args:
-            mode: a key of PER_HEAD.
-            budget: what is attended to.
-            req_to_token: (request slots, context) int32.
-            keys: of each sparse layer, (pool rows, Hkv, D).
-            scale: factor on the logits.
-            pool_page: tokens of a page of the pool.
-        """
-        self.mode = mode
-        self.budget = budget
-        self._req_to_token = req_to_token
-        self._keys = keys
-        self._scale = scale
-        self._pool_page = pool_page
-        rows, kv_heads, head_dim = keys[0].shape
-        self.heads = kv_heads if PER_HEAD[mode] else 1
-        self._kernels = kernels if keys[0].is_cuda else reference
-        self.bounds = (
-            [key.new_zeros((rows // pool_page, kv_heads, 2, head_dim)) for key in keys]
-            if mode == "quest"
-            else []
-        )
+    def __post_init__(self) -> None:
+        rows, kv_heads, head_dim = self.keys[0].shape
+        self.heads = kv_heads if PER_HEAD[self.mode] else 1
+        self._kernels = kernels if self.keys[0].is_cuda else reference
+        shape = (rows // self.pool_page, kv_heads, 2, head_dim)
+        self.bounds = [key.new_zeros(shape) for key in self.keys if self.mode == "quest"]
 
     def prepare_step(self, slots: Tensor, lengths: Tensor) -> Step:
         """Prepare a decode step; the operations can be captured in a CUDA graph."""
-        rows, budget, context = slots.shape[0], self.budget, self._req_to_token.shape[1]
+        rows, budget, context = slots.shape[0], self.budget, self.table.shape[1]
+        batch = Batch(self.table, slots, lengths, self.pool_page)
         attended = budget.attended_of(lengths).to(torch.int32)
         pages = torch.arange(-(-context // budget.page), device=slots.device)
         step = Step(
-            slots=slots,
-            lengths=lengths,
+            batch,
             # The reshape of one row would be a view, which FlashAttention refuses.
             attended=attended[:, None].expand(rows, self.heads).reshape(-1).contiguous(),
-            lists=self._req_to_token.new_zeros((rows, self.heads, budget.width)),
+            lists=self.table.new_zeros((rows, self.heads, budget.width)),
             scores=pages.float().repeat(rows, self.heads, 1),
         )
         if self.mode == "window":  # the newest are the best, in every layer
-            where = (self._req_to_token, slots, lengths, budget)
-            self._kernels.select(step.scores, *where, step.lists)
+            self._kernels.select(step.scores, batch, budget, step.lists)
         return step
 
     def select(self, step: Step, layer: int, queries: Tensor) -> None:
         """Write one sparse layer's lists, by queries, (B, Hq, D), after its keys are written."""
         if self.mode == "window":
             return
-        where = (self._req_to_token, step.slots, step.lengths, self.budget)
+        batch, keys, scores = step.batch, self.keys[layer], step.scores
         if self.mode == "quest":
-            self._build_bounds(layer, step.slots, step.lengths - 1, step.lengths, 1)
-            self._kernels.score_pages(
-                queries, self.bounds[layer], *where, self._pool_page, step.scores
-            )
+            self._build_bounds(layer, batch, batch.lengths - 1, 1)
+            self._kernels.score_pages(queries, self.bounds[layer], batch, self.budget, scores)
         else:
             shared = self.mode == "tova"
-            reference.score_tokens(
-                queries, self._keys[layer], *where, self._scale, shared, step.scores
-            )
-        self._kernels.select(step.scores, *where, step.lists)
+            reference.score_tokens(queries, keys, batch, self.scale, shared, scores)
+        self._kernels.select(scores, batch, self.budget, step.lists)
 
     def on_prefill(self, slots: Tensor, before: Tensor, after: Tensor, most: int) -> None:
         """Take the bounds of the pages that prompts have completed, by at `most` so many tokens."""
+        batch = Batch(self.table, slots, after, self.pool_page)
         for layer in range(len(self.bounds)):
-            self._build_bounds(layer, slots, before, after, most // self.budget.page + 1)
+            self._build_bounds(layer, batch, before, most // self.budget.page + 1)
 
-    def _build_bounds(
-        self, layer: int, slots: Tensor, before: Tensor, after: Tensor, max_pages: int
-    ) -> None:
-        self._kernels.build_bounds(
-            self._keys[layer],
-            self._req_to_token,
-            slots,
-            before,
-            after,
-            max_pages,
-            self.budget.page,
-            self._pool_page,
-            self.bounds[layer],
-        )
+    def _build_bounds(self, layer: int, batch: Batch, before: Tensor, max_pages: int) -> None:
+        keys, page, bounds = self.keys[layer], self.budget.page, self.bounds[layer]
+        self._kernels.build_bounds(keys, batch, before, max_pages, page, bounds)
 
 
 def attend(

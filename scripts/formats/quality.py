@@ -74,36 +74,30 @@ def compare(
     recall, attention_mass = torch.stack(selected).mean((0, 2, 3)).tolist()
     older = slice(0, sample.tokens - PAGE_TOKENS)
     return Quality(
-        key_error=_error([sample.keys[:, :, older]], [keys[:, :, older]]),
-        value_error=_error([sample.values[:, :, older]], [values[:, :, older]]),
+        key_error=_error(sample.keys[:, :, older], keys[:, :, older]),
+        value_error=_error(sample.values[:, :, older], values[:, :, older]),
         output_error=_error(
             _outputs(sample, sample.keys, sample.values), _outputs(sample, keys, values)
         ),
-        score_error=_error(*map(list, zip(*centred, strict=True))),
+        score_error=_error(*(torch.cat(side, dim=-1) for side in zip(*centred, strict=True))),
         recall=recall,
         attention_mass=attention_mass,
     )
 
 
-def _error(true: Sequence[Tensor], found: Sequence[Tensor]) -> float | None:
-    """vNMSE over all the tensors; None if it is not finite."""
-    differences = [one.float() - other.float() for one, other in zip(true, found, strict=True)]
-    error = _energy(differences) / _energy(true)
+def _error(true: Tensor, found: Tensor) -> float | None:
+    """vNMSE; None if it is not finite."""
+    error = (true.double() - found.double()).square().sum() / true.double().square().sum()
     return float(error) if error.isfinite() else None
 
 
-def _energy(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([tensor.float().square().sum().double() for tensor in tensors]).sum()
-
-
-def _outputs(sample: Recorded, keys: Tensor, values: Tensor) -> list[Tensor]:
-    """Attention of every step over keys and values: (layers, Hq, 1, D) float32 each."""
-    outputs = []
-    for position, query in zip(sample.positions, sample.queries, strict=True):
-        key, value = (part[:, :, : position + 1].float() for part in (keys, values))
-        one = query.float().unsqueeze(2)
-        outputs.append(scaled_dot_product_attention(one, key, value, enable_gqa=True))
-    return outputs
+def _outputs(sample: Recorded, keys: Tensor, values: Tensor) -> Tensor:
+    """Attention of every step over keys and values: (layers, Hq, steps, D) float32."""
+    queries = sample.queries.movedim(0, 2).float()
+    mask = queries.new_ones((len(sample.queries), sample.tokens), dtype=torch.bool)
+    return scaled_dot_product_attention(
+        queries, keys.float(), values.float(), mask.tril(sample.prompt), enable_gqa=True
+    )
 
 
 def measure_recall(

@@ -83,20 +83,13 @@ def force(server: Client, prompt: Sequence[int], tokens: Sequence[int], file: Pa
     """
     file.unlink(missing_ok=True)
     forced = {"tokens": list(tokens), "file": str(file.absolute()), "step": 0}
-    body = {
-        "input_ids": list(prompt),
-        "custom_logit_processor": ForcedTokens.to_str(),
-        "sampling_params": {
-            "max_new_tokens": len(tokens),
-            "temperature": 0,
-            "ignore_eos": True,
-            "custom_params": {_KEY: forced},
-        },
-    }
-    response = server.post("/generate", body, timeout=REQUEST_SECONDS)
-    if response.status_code != 200:
-        raise ServerError(f"the server answers {response.status_code}: {response.text[:500]}")
-    answer = response.json()
+    answer = server.generate(
+        prompt,
+        len(tokens),
+        timeout=REQUEST_SECONDS,
+        custom_logit_processor=ForcedTokens.to_str(),
+        sampling_params={"custom_params": {_KEY: forced}},
+    )
     if answer["output_ids"] != list(tokens):
         raise ServerError("the server decoded other tokens than those that were forced")
     statistics = answer["meta_info"].get("cache_rank") or {}

@@ -1,17 +1,22 @@
-"""What `score_text` found: its record, and tables with intervals over texts."""
+"""How far ways to decode are from dense decoding: measures of texts, their record, and tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
+import torch
+from torch import Tensor
 
-from scripts.language.divergence import Divergence
-from scripts.shared import statistics
-from scripts.shared.comparison import Run, describe_failures, describe_run, place_of
+from scripts.shared.comparison import Run, place_of
 from scripts.shared.report import number, table_of
+from scripts.shared.statistics import interval, mean, quantile
+
+LOW_RATIO = 0.05
+"""The quantile of the probability ratio that is reported, as in Sparrow (arXiv 2606.08446)."""
 
 MEASURES = {
     "KL": ("kl", 4),
@@ -27,6 +32,48 @@ KL is of the dense distribution from the system's, over the whole vocabulary, in
 is of the text's own tokens. The ratio is the system's probability over dense decoding's of tokens
 that dense decoding draws: its mean, where a ratio above 1 counts as 1, and its 5th percentile
 (Sparrow, arXiv 2606.08446, asks for .86). Brackets are 95 % intervals over texts."""
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True):
+    """Distributions over the whole vocabulary, compared; means over tokens.
+
+    Attributes:
+        kl: KL(dense ‖ system) in nats.
+        nll_difference: what the text's own token costs more than in dense decoding, nats.
+        top1_agreement: share of tokens where both have the same most probable token.
+        ratio_mean: the mean of min(1, ratio) over tokens that dense decoding draws, where ratio is
+            the system's probability over dense decoding's. (That of the ratio itself is 1 for any
+            two distributions.) It is 1 minus the total variation.
+        ratio_p5: the 5th percentile of that ratio, over all that dense decoding may draw at all
+            positions; computed, not sampled.
+        largest_difference: of two log-probabilities of the text's own tokens.
+    """
+
+    kl: float
+    nll_difference: float
+    top1_agreement: float
+    ratio_mean: float
+    ratio_p5: float
+    largest_difference: float
+
+
+def compare(dense: Tensor, system: Tensor, text: Sequence[int]) -> Divergence:
+    """Compare log-probabilities, (tokens, vocabulary) each, at the tokens of a text, [tokens]."""
+    weights, log_ratio = dense.exp(), system - dense
+    difference = -log_ratio.gather(-1, torch.tensor(text)[:, None])
+    return Divergence(
+        kl=float(kl_by_token(dense, system).mean()),
+        nll_difference=float(difference.mean()),
+        top1_agreement=float((dense.argmax(-1) == system.argmax(-1)).double().mean()),
+        ratio_mean=float(torch.minimum(weights, system.exp()).sum(-1).mean()),
+        ratio_p5=math.exp(quantile(log_ratio.flatten(), LOW_RATIO, weights.flatten())),
+        largest_difference=float(difference.abs().max()),
+    )
+
+
+def kl_by_token(dense: Tensor, system: Tensor) -> Tensor:
+    """KL(dense ‖ system) of each token, [tokens] in nats, of log-probabilities."""
+    return (dense.exp() * (dense - system)).sum(-1)
 
 
 class Score(Divergence, frozen=True, kw_only=True):
@@ -59,62 +106,38 @@ class Report(msgspec.Struct):
     cells: list[Score]
 
 
-class Cell(NamedTuple):
-    """A system with a budget, and its scores, one a text."""
-
-    system: str
-    budget: int | None
-    scores: list[Score]
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The first columns of tables."""
-        return {"system": self.system, "k": number(self.budget, 0)}
-
-
-def cells_of(scores: Iterable[Score]) -> list[Cell]:
-    """Scores of the same system and budget together, in the order of SYSTEMS and of budgets."""
-    groups: dict[tuple[str, int | None], list[Score]] = {}
-    for score in scores:
-        groups.setdefault((score.system, score.budget), []).append(score)
-    cells = [Cell(*key, found) for key, found in groups.items()]
-    return sorted(cells, key=lambda cell: (place_of(cell.system), cell.system, cell.budget or 0))
-
-
 def markdown(found: Report) -> str:
-    """The report as text."""
-    run, cells = found.run, cells_of(found.cells)
+    run = found.run
+    ordered = sorted(found.cells, key=lambda s: (place_of(s.system), s.system, s.budget or 0))
+    cells = [list(scores) for _, scores in groupby(ordered, lambda s: (s.system, s.budget))]
     parts = [
         f"# {Path(run.model).name} on {len(run.texts)} texts",
-        describe_run(run),
+        run.head(),
         f"Of each text {run.context} tokens, the last {run.scored} of which count, after "
         f"{run.warm_up} that decode while systems become sparse.",
         EXPLANATION,
-        table_of(cell.names | _measures(cell.scores) for cell in cells),
+        table_of(_names(scores) | _measures(scores) for scores in cells),
         "## KL by text",
         table_of(
-            cell.names | {score.text: number(score.kl, 4) for score in cell.scores}
-            for cell in cells
+            _names(scores) | {score.text: number(score.kl, 4) for score in scores}
+            for scores in cells
         ),
         "## Texts",
         table_of({"text": name, "sha256": sha256[:16]} for name, sha256 in run.texts.items()),
-        *describe_failures(run),
+        *run.foot(),
     ]
     return "\n\n".join(parts)
+
+
+def _names(scores: Sequence[Score]) -> dict[str, str]:
+    return {"system": scores[0].system, "k": number(scores[0].budget, 0)}
 
 
 def _measures(scores: Sequence[Score]) -> dict[str, str]:
     return {
         "attended": str(scores[0].attended),
         **{
-            title: interval([getattr(score, field) for score in scores], digits)
+            title: interval(mean([getattr(score, field) for score in scores]), digits)
             for title, (field, digits) in MEASURES.items()
         },
     }
-
-
-def interval(values: Sequence[float], digits: int) -> str:
-    """The mean, and its interval if there are several values."""
-    if len(values) < 2:
-        return number(values[0], digits)
-    return statistics.interval(statistics.mean(values), digits)

@@ -23,15 +23,6 @@ class Scene(NamedTuple):
     source: random.Random
     timeout: float  # seconds after which the server counts a silent cache rank as down
 
-    def signal(self, number: signal.Signals) -> int | None:
-        """Signal the cache rank if there is one; its pid."""
-        pid = self.client.cache_rank().get("pid")
-        with contextlib.suppress(ProcessLookupError):
-            if pid is not None:
-                os.kill(pid, number)
-                return int(pid)
-        return None
-
     def post(self, path: str, body: dict[str, Any] | None = None, *accepted: int) -> None:
         """Post to the server; RuntimeError if it does not take that."""
         response = self.client.post(path, body)
@@ -39,23 +30,9 @@ class Scene(NamedTuple):
             raise RuntimeError(f"{path} answers {response.status_code}: {response.text[:200]}")
 
 
-def kill(scene: Scene) -> None:
-    """The cache rank dies."""
-    scene.signal(signal.SIGKILL)
-
-
-def stall(scene: Scene) -> None:
-    """The cache rank stops for longer than it may."""
-    _stop(scene, scene.timeout + 0.5)
-
-
-def delay(scene: Scene) -> None:
-    """The cache rank stops for a moment."""
-    _stop(scene, scene.timeout / 8)
-
-
-def _stop(scene: Scene, seconds: float) -> None:
-    pid = scene.signal(signal.SIGSTOP)
+def stop(scene: Scene, seconds: float) -> None:
+    """The cache rank stops for so long."""
+    pid = scene.client.signal_cache_rank(signal.SIGSTOP)
     if pid is not None:
         time.sleep(seconds)
         with contextlib.suppress(ProcessLookupError):
@@ -75,11 +52,6 @@ def pause(scene: Scene) -> None:
     scene.post("/continue_generation")
 
 
-def flush(scene: Scene) -> None:
-    """Somebody flushes the prefix cache, which is refused while requests run."""
-    scene.post("/flush_cache", None, 400)
-
-
 def update_weights(scene: Scene) -> None:
     """The weights are loaded again, when the requests under way have ended."""
     scene.post("/update_weights_from_disk", {"model_path": str(BUNDLED_MODEL)})
@@ -95,18 +67,19 @@ def update_weights_in_a_pause(scene: Scene) -> None:
 class Disturbance(NamedTuple):
     """One kind of disturbance."""
 
-    act: Callable[[Scene], None]
+    act: Callable[[Scene], object]
     weight: int  # how often it comes beside the others
     of_cache_rank: bool = False  # whether it takes a cache rank
 
 
 DISTURBANCES = {
-    "kill": Disturbance(kill, 2, of_cache_rank=True),
-    "stall": Disturbance(stall, 1, of_cache_rank=True),
-    "delay": Disturbance(delay, 4, of_cache_rank=True),
+    "kill": Disturbance(lambda scene: scene.client.signal_cache_rank(signal.SIGKILL), 2, True),
+    "stall": Disturbance(lambda scene: stop(scene, scene.timeout + 0.5), 1, True),
+    "delay": Disturbance(lambda scene: stop(scene, scene.timeout / 8), 4, True),
     "abort": Disturbance(abort, 8),
     "pause": Disturbance(pause, 4),
-    "flush": Disturbance(flush, 4),
+    # SGLang refuses to flush its prefix cache while requests run.
+    "flush": Disturbance(lambda scene: scene.post("/flush_cache", None, 400), 4),
     "update": Disturbance(update_weights, 1),
     "update in a pause": Disturbance(update_weights_in_a_pause, 1),
 }

@@ -7,13 +7,14 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import requests
 from transformers import AutoTokenizer
 
-from scripts.accuracy.pointer_chase import Problem, make_chain
-from scripts.shared.serving import Client
+from scripts.accuracy.pointer_chase import make_chain
+from scripts.shared.serving import Client, ServerError
 from sglang_ext.server_args import BUNDLED_MODEL
 
 FACTS, HOPS = 128, 60
@@ -39,15 +40,6 @@ class Chain(NamedTuple):
 
     prompt: list[int]
     answer: list[int]
-
-    @classmethod
-    def of(cls, problem: Problem, tokenizer: Any) -> Chain:
-        """Encode a problem."""
-        words = " ".join(problem.answer)
-        return cls(
-            tokenizer(problem.prompt)["input_ids"],
-            tokenizer(words, add_special_tokens=False)["input_ids"],
-        )
 
     def mistake(self, name: str, tokens: Sequence[int], expected: int | None) -> str | None:
         """What is wrong with an answer, of which so many tokens are expected, if that is known."""
@@ -76,15 +68,14 @@ class Streams:
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         tokenizer: Any = AutoTokenizer.from_pretrained(BUNDLED_MODEL)
-        self._chains = [
-            Chain.of(make_chain(number, FACTS, HOPS), tokenizer) for number in range(PROMPTS)
-        ]
-        self._threads = [
-            threading.Thread(target=self._run, args=(random.Random(stream),), daemon=True)
-            for stream in range(streams)
-        ]
-        for thread in self._threads:
-            thread.start()
+        problems = [make_chain(number, FACTS, HOPS) for number in range(PROMPTS)]
+        prompts = tokenizer([one.prompt for one in problems])["input_ids"]
+        answers = [" ".join(one.answer) for one in problems]
+        encoded = tokenizer(answers, add_special_tokens=False)["input_ids"]
+        self._chains = list(map(Chain, prompts, encoded))
+        self._pool = ThreadPoolExecutor(streams)
+        for stream in range(streams):
+            self._pool.submit(self._run, random.Random(stream))
 
     def active(self) -> list[str]:
         """The names of the requests under way."""
@@ -94,8 +85,7 @@ class Streams:
     def stop(self) -> None:
         """Send no more, and wait for those under way."""
         self._stopping.set()
-        for thread in self._threads:
-            thread.join()
+        self._pool.shutdown()
 
     def _run(self, source: random.Random) -> None:
         while not self._stopping.is_set():
@@ -123,7 +113,7 @@ class Streams:
                 rid=name,
                 sampling_params={"custom_params": {"cache_rank": sparse}},
             )
-        except (requests.RequestException, ValueError) as error:
+        except (requests.RequestException, ServerError, ValueError) as error:
             return Ended("failed", time.monotonic() - started, mistake=f"{name}: {error}")
         seconds = time.monotonic() - started
         meta = response["meta_info"]

@@ -6,16 +6,19 @@ import contextlib
 import statistics
 import threading
 import time
+from collections import Counter
 from typing import NamedTuple
 
 import psutil
 
-from scripts.shared.serving import Client, ServerError
+from scripts.shared.serving import Server, ServerError
 
 SECONDS_BETWEEN_LOOKS = 0.1
 SECONDS_BETWEEN_WEIGHINGS = 1.0
 
-CACHE_RANK = "cache-rank-"
+CACHE_RANK, INFERENCE_RANK = "cache rank", "inference rank"
+
+TITLE = "cache-rank-"
 """The title of a cache-rank process begins so."""
 
 GROWTH, GROWTH_BYTES = 0.05, 64 << 20
@@ -34,10 +37,8 @@ class Memory(NamedTuple):
         quarter = len(samples) // 4
         if not quarter:
             return cls(0, 0)
-        return cls(
-            statistics.median(samples[quarter : 2 * quarter]),
-            statistics.median(samples[-quarter:]),
-        )
+        early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+        return cls(statistics.median(early), statistics.median(late))
 
     @property
     def flat(self) -> bool:
@@ -55,26 +56,23 @@ class Watch:
         outages: seconds of each time that the cache rank was down and came back.
     """
 
-    def __init__(self, client: Client, pid: int) -> None:
-        """Begin to watch a server whose first process has this pid."""
+    def __init__(self, server: Server, with_cache_rank: bool) -> None:
+        """Begin to watch a server."""
         self.outages: list[float] = []
-        self._client = client
-        self._root = psutil.Process(pid)
+        self._client = server
+        self._root = psutil.Process(server.process.pid)
         self._is_up = True
-        self._inference: list[int] = []
-        self._cache_rank: list[int] = []
+        ranks = (INFERENCE_RANK, CACHE_RANK) if with_cache_rank else (INFERENCE_RANK,)
+        self._samples: dict[str, list[int]] = {rank: [] for rank in ranks}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def memories(self, with_cache_rank: bool) -> dict[str, Memory]:
+    def memories(self) -> dict[str, Memory]:
         """Of all processes of SGLang together, and of the cache rank, whichever process it is."""
-        found = {"inference rank": Memory.of(self._inference)}
-        if with_cache_rank:
-            found["cache rank"] = Memory.of(self._cache_rank)
-        return found
+        return {rank: Memory.of(samples) for rank, samples in self._samples.items()}
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Watch no more."""
         self._stopping.set()
         self._thread.join()
@@ -98,15 +96,12 @@ class Watch:
     def _weigh(self) -> None:
         if not self._is_up:  # one that starts has no name yet, and has not loaded what it needs
             return
-        inference = cache_rank = 0
+        taken: Counter[str] = Counter()
         with contextlib.suppress(psutil.NoSuchProcess):
             for process in (self._root, *self._root.children(recursive=True)):
                 with contextlib.suppress(psutil.Error):
-                    taken = process.memory_info().rss
-                    if " ".join(process.cmdline()).startswith(CACHE_RANK):
-                        cache_rank += taken
-                    else:
-                        inference += taken
-        self._inference.append(inference)
-        if cache_rank:
-            self._cache_rank.append(cache_rank)
+                    of_cache_rank = " ".join(process.cmdline()).startswith(TITLE)
+                    rank = CACHE_RANK if of_cache_rank else INFERENCE_RANK
+                    taken[rank] += process.memory_info().rss
+        for rank, size in taken.items():
+            self._samples[rank].append(size)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
-from scripts.shared.serving import stop_on_sigterm
+from scripts.shared.serving import ServerError, stop_on_sigterm
 
 ValueT = TypeVar("ValueT")
 
@@ -40,9 +40,15 @@ def command_line(name: str, argv: Sequence[str]) -> str:
 
 
 def run(main: Callable[[Sequence[str]], int], interrupted: str = "interrupted") -> NoReturn:
-    """Run a command with this process's arguments; SIGTERM interrupts it, as Ctrl-C does."""
+    """Run a command with this process's arguments; `main` returns the exit status.
+
+    SIGTERM interrupts it, as Ctrl-C does. What a user, a file or a server got wrong is said without
+    a traceback.
+    """
     stop_on_sigterm()
     try:
         sys.exit(main(sys.argv[1:]))
+    except (OSError, ServerError, ValueError) as error:
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(interrupted)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 from tqdm import tqdm
@@ -18,15 +18,8 @@ from scripts.shared.command import command_line, explained
 from scripts.shared.machine import describe, visible_gpus
 from scripts.shared.models import folder_of, model_config
 from scripts.shared.report import provenance
-from scripts.shared.serving import PLAIN, Client, Server
-from scripts.shared.systems import (
-    CACHE_RANK,
-    INLINE,
-    SYSTEMS,
-    System,
-    parse_assignments,
-    to_flags,
-)
+from scripts.shared.serving import PLAIN, Client, Server, reason_of
+from scripts.shared.systems import CACHE_RANK, INLINE, SYSTEMS, System, parse_assignments, to_flags
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 ENVIRONMENT = {ALLOW_LARGE_BUDGET_VARIABLE: "1"}
@@ -42,9 +35,6 @@ LEAST_POOL_TOKENS = 8192
 _SHARED = ("sparse_budget", "sink_tokens", "recent_tokens", "dense_layers")
 """The baselines take these arguments of sparse systems."""
 
-_REASON = 300
-"""A report quotes so many characters of the last line of a failure."""
-
 
 class Load(NamedTuple):
     """What a server has to hold."""
@@ -54,7 +44,7 @@ class Load(NamedTuple):
     threshold: int  # tokens of a request before it turns sparse
 
 
-class Run(msgspec.Struct, kw_only=True):
+class Run(msgspec.Struct):
     """How results came about."""
 
     commands: list[str]
@@ -62,6 +52,22 @@ class Run(msgspec.Struct, kw_only=True):
     model: str  # folder or name
     settings: dict[str, Any]  # arguments of sparse systems
     failures: dict[str, str] = {}  # of servers, by label
+
+    @classmethod
+    def of(cls, name: str, argv: Sequence[str], options: argparse.Namespace, **more: Any) -> Self:
+        """That of a `python -m scripts.NAME`, before any server is started."""
+        machine = describe(list(dict.fromkeys(options.gpus)))
+        command, settings = command_line(name, argv), options.settings
+        return cls([command], machine, options.model, settings, **more)
+
+    def head(self) -> str:
+        """The head of a report: commands, machine and settings."""
+        settings = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"{provenance(self.commands, self.machine)} Sparse systems: {settings}."
+
+    def foot(self) -> list[str]:
+        """The foot of a report: a line a server that failed."""
+        return [f"{label} failed: {reason}" for label, reason in self.failures.items()]
 
 
 def add_options(
@@ -93,18 +99,19 @@ def add_options(
 def read_options(
     parser: argparse.ArgumentParser, argv: Sequence[str], settings: Mapping[str, Any]
 ) -> argparse.Namespace:
-    """Read a command line, with settings and the machine where it says nothing; ends if wrong."""
+    """Read a command line, with settings and the machine where it says nothing.
+
+    Raises:
+        ValueError: there is no such model or system.
+    """
     options = parser.parse_args(argv)
     options.settings = {**settings, **options.settings}
     if options.gpus is None:
         options.gpus = visible_gpus()
     if min(options.budgets) < 1:
         parser.error("--budgets must be at least 1")
-    try:
-        model_config(options.model)
-        make_systems(options)
-    except ValueError as error:
-        parser.error(str(error))
+    model_config(options.model)
+    make_systems(options)
     return options
 
 
@@ -123,22 +130,6 @@ def make_systems(options: argparse.Namespace) -> list[System]:
             one = system.with_budget(budget)
             systems[one.label] = one
     return list(systems.values())
-
-
-def start_run(name: str, argv: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
-    """The fields of Run, of a `python -m scripts.NAME`."""
-    return {
-        "commands": [command_line(name, argv)],
-        "machine": describe(list(dict.fromkeys(options.gpus))),
-        "model": options.model,
-        "settings": options.settings,
-    }
-
-
-def attended_tokens(system: System, settings: Mapping[str, Any]) -> int:
-    """The most tokens that a sparse layer attends to: sinks, selected and recent ones, its own."""
-    arguments = {**settings, **system.changes}
-    return sum(arguments[name] for name in _SHARED[:3]) + 1
 
 
 def server_flags(system: System, options: argparse.Namespace, load: Load) -> list[str]:
@@ -209,8 +200,7 @@ def serve_each(
             finally:
                 server.stop()
         except Exception as error:  # a system must not take the others down
-            reason = str(error).strip().rpartition("\n")[2][-_REASON:]
-            run.failures[system.label] = f"{type(error).__name__}: {reason}"
+            run.failures[system.label] = reason_of(error)
             tqdm.write(f"{system.label} failed: {str(error)[-1500:]}", file=sys.stderr)
         places.put(gpus)
 
@@ -228,14 +218,3 @@ def serve_each(
 def place_of(label: str) -> int:
     """Where a system stands in tables."""
     return list(SYSTEMS).index(label.partition(":")[0])
-
-
-def describe_run(run: Run) -> str:
-    """The head of a report: commands, machine and settings."""
-    settings = ", ".join(f"{name}={value}" for name, value in run.settings.items())
-    return f"{provenance(run.commands, run.machine)} Sparse systems: {settings}."
-
-
-def describe_failures(run: Run) -> list[str]:
-    """The foot of a report: a line a server that failed."""
-    return [f"{label} failed: {reason}" for label, reason in run.failures.items()]

@@ -18,8 +18,6 @@ from cache_rank.config import CacheRankConfig
 _Row = dict[str, Any]
 """One token in the layers of a group: `queries`, (layers, Hq, D), `keys`, `values` and more."""
 
-_KINDS = ("config", "load", "projection", "basis", "step")
-
 
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     """Read what a cache rank wrote, in order, to the CPU. No code of the files is run.
@@ -35,7 +33,7 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
                 event = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
             raise ValueError(f"{path}: not an event of a recording ({error})") from None
-        if not isinstance(event, dict) or event.get("kind") not in _KINDS:
+        if not isinstance(event, dict) or "kind" not in event:
             raise ValueError(f"{path}: not an event of a recording")
         if event["kind"] == "config":
             event["config"] = msgspec.convert(event["config"], CacheRankConfig)

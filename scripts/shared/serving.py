@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -22,6 +23,9 @@ from scripts.shared.machine import kill_session
 
 START_SECONDS = 400
 """A first server on a GPU compiles kernels for minutes."""
+
+LONGEST_REASON = 160
+"""Tables hold so many characters of an error."""
 
 PORTS = (10_000, 32_000)
 """Servers listen on a port from the first to below the last of these."""
@@ -72,14 +76,23 @@ class Client:
         return requests.post(f"{self.url}{path}", json=body or {}, timeout=timeout)
 
     def generate(
-        self, input_ids: Sequence[int] | Sequence[list[int]], max_new_tokens: int, **options: Any
+        self,
+        input_ids: Sequence[int] | Sequence[list[int]],
+        max_new_tokens: int,
+        timeout: float = 240,
+        **options: Any,
     ) -> Any:
-        """One request, or a batch of them; the response of `/generate`."""
+        """One request, or a batch of them; the response of `/generate`.
+
+        Raises:
+            ServerError: it was refused.
+        """
         parameters = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
         parameters |= options.pop("sampling_params", {})
         body = {"input_ids": list(input_ids), "sampling_params": parameters, **options}
-        response = self.post("/generate", body)
-        response.raise_for_status()
+        response = self.post("/generate", body, timeout)
+        if not response.ok:
+            raise ServerError(f"/generate answers {response.status_code}: {response.text[:500]}")
         return response.json()
 
     def generate_all(
@@ -91,17 +104,6 @@ class Client:
     def cache_rank(self) -> dict[str, Any]:
         """The state of the cache rank in `/server_info`; empty without one."""
         return cache_rank_state(self.read("/server_info"))
-
-    def wait_for(self, timeout: float, **expected: Any) -> dict[str, Any]:
-        """Wait until the cache rank's state has these values."""
-        deadline = time.monotonic() + timeout
-        while True:
-            state = self.cache_rank()
-            if all(state[name] == value for name, value in expected.items()):
-                return state
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"expected {expected}, state is {state}: {self.tail()}")
-            time.sleep(0.1)
 
     def flush_cache(self, timeout: float = 15) -> None:
         """Empty the prefix caches. SGLang refuses it for a moment after an answer has come.
@@ -115,10 +117,6 @@ class Client:
                 raise TimeoutError(f"/flush_cache answers {response.status_code}: {response.text}")
             time.sleep(0.1)
 
-    def tail(self) -> str:
-        """The end of the server's log, where this process has it."""
-        return ""
-
     def metrics(self) -> dict[str, float]:
         """The cache rank's Prometheus samples, label values dropped and summed over."""
         samples: dict[str, float] = {}
@@ -129,11 +127,14 @@ class Client:
                 samples[name] = samples.get(name, 0.0) + float(value)
         return samples
 
-    def signal_cache_rank(self, number: int) -> int:
-        """Send a signal to the cache-rank process; its pid."""
-        pid = int(self.cache_rank()["pid"])
-        os.kill(pid, number)
-        return pid
+    def signal_cache_rank(self, number: int) -> int | None:
+        """Send a signal to the cache-rank process, if there is one; its pid."""
+        pid = self.cache_rank().get("pid")
+        with contextlib.suppress(ProcessLookupError):
+            if pid is not None:
+                os.kill(pid, number)
+                return int(pid)
+        return None
 
 
 def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -181,6 +182,17 @@ class Server(Client):
             time.sleep(0.2)
         raise TimeoutError(f"server not ready: {self.tail()}")
 
+    def wait_for(self, timeout: float, **expected: Any) -> dict[str, Any]:
+        """Wait until the cache rank's state has these values."""
+        deadline = time.monotonic() + timeout
+        while True:
+            state = self.cache_rank()
+            if all(state[name] == value for name, value in expected.items()):
+                return state
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"expected {expected}, state is {state}: {self.tail()}")
+            time.sleep(0.1)
+
     def tail(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(line for line in lines if " HTTP/1.1" not in line)[-6000:]
@@ -199,6 +211,15 @@ def serve(arguments: Sequence[str], environment: dict[str, str] | None = None) -
         yield server.wait_ready()
     finally:
         server.stop()
+
+
+def reason_of(error: Exception, log: str = "") -> str:
+    """One phrase for a server that failed, by what was raised and what its log says."""
+    said = f"{log}\n{type(error).__name__}: {error}"
+    if re.search("out of memory|outofmemory|not enough memory", said, re.IGNORECASE):
+        return "out of memory"
+    errors = re.findall(r"^[\w.]*(?:Error|Exception): .+", said, flags=re.MULTILINE)
+    return (errors or [type(error).__name__])[-1][:LONGEST_REASON].replace("|", "/")  # in a table
 
 
 def stop_on_sigterm() -> None:

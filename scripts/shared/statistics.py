@@ -28,25 +28,12 @@ class Estimate(NamedTuple):
 
 
 def mean(values: ArrayLike) -> Estimate:
-    """The mean over two or more problems of `values`, [problems].
-
-    Raises:
-        ValueError: fewer than two problems.
-    """
+    """The mean over `values`, [problems]; that of one problem has no width."""
     return _estimate(np.mean, values)
 
 
-def difference(values: ArrayLike, baseline: ArrayLike) -> Estimate:
-    """The mean of `values - baseline`, [problems] each in the same order.
-
-    Raises:
-        ValueError: fewer than two problems, or not as many of one as of the other.
-    """
-    return mean(np.subtract(values, baseline, dtype=np.float64))
-
-
 def ratio(values: ArrayLike, baseline: ArrayLike) -> Estimate:
-    """The mean of `values` over that of `baseline`, which is positive; see `difference`."""
+    """The mean of `values` over that of `baseline`, which is positive, [problems] in one order."""
     return _estimate(
         lambda v, b, axis: np.mean(v, axis=axis) / np.mean(b, axis=axis), values, baseline
     )
@@ -63,8 +50,16 @@ def interval(
     return value if low == high == value else f"{value} [{low}, {high}]"
 
 
+def quantile(values: Any, share: float, weights: Any = None) -> float:
+    """The smallest value that `share` of the values, [n], or of their weights, do not exceed."""
+    return float(np.quantile(values, share, method="inverted_cdf", weights=weights))
+
+
 def _estimate(statistic: Callable[..., Any], *samples: ArrayLike) -> Estimate:
     arrays = [np.asarray(sample, dtype=np.float64) for sample in samples]
+    value = float(statistic(*arrays, axis=0))
+    if len(arrays[0]) == 1:
+        return Estimate(value, value, value)
     found = bootstrap(
         arrays,
         statistic,
@@ -75,4 +70,4 @@ def _estimate(statistic: Callable[..., Any], *samples: ArrayLike) -> Estimate:
         method="percentile",
         rng=np.random.default_rng(0),
     ).confidence_interval
-    return Estimate(float(statistic(*arrays, axis=0)), float(found.low), float(found.high))
+    return Estimate(value, float(found.low), float(found.high))

@@ -82,7 +82,9 @@ class System(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, changes=changes).label, budget
 
 
-NO_CACHE_RANK, FP8, TP2 = {"cache_rank_gpus": 0}, {"kv_cache_dtype": "fp8_e4m3"}, {"tp_size": 2}
+NO_CACHE_RANK, ONE_CACHE_RANK = {"cache_rank_gpus": 0}, {"cache_rank_gpus": 1}
+WORKING_SET = ONE_CACHE_RANK | {"inference_kv": "working-set"}
+FP8, TP2 = {"kv_cache_dtype": "fp8_e4m3"}, {"tp_size": 2}
 
 SYSTEMS = {
     system.name: system
@@ -97,13 +99,8 @@ SYSTEMS = {
         System("inline-fp8", INLINE, FP8),
         System("inline-tp2", INLINE, TP2, gpus=2),
         System("inline-tp2-fp8", INLINE, TP2 | FP8, gpus=2),
-        System(CACHE_RANK, CACHE_RANK, {"cache_rank_gpus": 1, "inference_kv": "full"}, gpus=2),
-        System(
-            "cache-rank-working-set",
-            CACHE_RANK,
-            {"cache_rank_gpus": 1, "inference_kv": "working-set"},
-            gpus=2,
-        ),
+        System(CACHE_RANK, CACHE_RANK, ONE_CACHE_RANK | {"inference_kv": "full"}, gpus=2),
+        System("cache-rank-working-set", CACHE_RANK, WORKING_SET, gpus=2),
     )
 }
 

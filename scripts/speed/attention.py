@@ -1,7 +1,8 @@
-"""Times attention of one layer over codes where they lie, and over bfloat16, on one GPU."""
+"""Times work on one GPU: attention of one layer over codes where they lie, and over bfloat16."""
 
 from __future__ import annotations
 
+import statistics
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -19,8 +20,6 @@ from cache_rank.kernels.quantspec.reference import GROUP as QUANTSPEC_GROUP
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
-from scripts.shared.report import number, percent
-from scripts.speed.timing import median_microseconds
 
 SHAPES = ((8, 8192), (8, 32768), (8, 131072), (1, 262144))
 """Requests, and the tokens of each."""
@@ -28,8 +27,27 @@ SHAPES = ((8, 8192), (8, 32768), (8, 131072), (1, 262144))
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 
+HEAD_START_CYCLES = 2_000_000
+"""The GPU is kept busy so long, about a millisecond, while the host queues."""
+
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of queries (B, Q, Hq, D), keys and values (B, Hkv, n, D): outputs (B, Q, Hq, D)."""
+
+
+def median_ms(action: Callable[[], Any], repeats: int = 20) -> float:
+    """Median of the milliseconds that an action takes on the GPU, after two times that warm up."""
+    times = []
+    for _ in range(repeats + 2):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        # Longer than the host takes to queue the action, which is not what is timed.
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        start.record()
+        action()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times[2:])
 
 
 class Format(NamedTuple):
@@ -142,8 +160,7 @@ def attention_rows(rows: int, tokens: int, queries: int) -> Iterator[dict[str, A
 
     def timed(name: str, action: Callable[[], Any], moved: int, **more: Any) -> dict[str, Any]:
         shape = {"requests": rows, "tokens": tokens, "queries": queries}
-        ms = median_microseconds(action) / 1e3
-        return {**shape, "attention": name, "ms": ms, "bytes": moved, **more}
+        return {**shape, "kernel": name, "ms": median_ms(action), "bytes": moved, **more}
 
     kinds: dict[str, Attention] = {"PyTorch": _torch_attention}
     if flash := _flash_attention(rows, tokens):
@@ -180,15 +197,3 @@ def attention_rows(rows: int, tokens: int, queries: int) -> Iterator[dict[str, A
         error = float((found - expected).square().mean() / expected.square().mean()) ** 0.5
         yield timed(f"{name}: on codes", attend, read, error=error)
         del held, decode, decode_and_attend, attend
-
-
-def attention_cells(row: dict[str, Any]) -> dict[str, str]:
-    """One of these in a table."""
-    return {
-        "requests x tokens": f"{row['requests']} x {row['tokens'] // 1024} K",
-        "attention": row["attention"],
-        "ms": number(row["ms"], 3),
-        "MB moved": number(row["bytes"] / 1e6, 0),
-        "share of copy": number(row["share"]),
-        "off by": percent(row["error"], 2) if "error" in row else "",
-    }

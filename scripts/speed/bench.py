@@ -11,23 +11,48 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import aiohttp
+import msgspec
+import numpy as np
 
 from scripts.shared.models import model_config
 from scripts.shared.serving import Client, ServerError, cache_rank_state
+from scripts.shared.statistics import quantile
 from scripts.shared.streaming import Answer, connect, follow
-from scripts.speed.jobs import SEED, Job, Shape, make_prompts
-from scripts.speed.records import STEPS, Measurement, exchange_between, step_times, summarize
+from scripts.speed import serving
+from scripts.speed.serving import SEED, Job, Shape, make_prompts
 
 REPORT_INTERVAL = 16
 """A request that is not the witness reports after so many tokens."""
 
 SETTLE_STEPS = 20
 SHAPE_SECONDS, ABORT_SECONDS = 300, 60
+SECONDS_BETWEEN_LOOKS = 0.01
+
+WINDOW, WINDOWS = 64, 3
+STEPS = WINDOW * WINDOWS
+"""Decode steps that are measured of a shape, in windows of consecutive ones."""
+
+
+class Measurement(serving.Measurement, kw_only=True):
+    """One system at one shape."""
+
+    shape: Shape
+    # Milliseconds of a step, one entry a window.
+    medians: list[float] = msgspec.field(default_factory=list)
+    tpot_ms: float | None = None  # median over the windows of their medians
+    mean_ms: float | None = None  # mean over all measured steps
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    prefill_seconds: float | None = None  # time until all requests have a token
+    attended_tokens: float | None = None  # of a request and KV head in a step, with a cache rank
+    sparse_steps: int | None = None  # steps over a working set, of the request with fewest
+    exchange: dict[str, float] = msgspec.field(default_factory=dict)  # what a cache rank did
 
 
 class NotMeasuredError(Exception):
@@ -79,7 +104,7 @@ def measure_shape(servers: Sequence[Client], job: Job, measurement: Measurement)
     info = servers[0].read("/server_info")
     try:
         plan = plan_batch(job, measurement.shape, info)
-        asyncio.run(_Bench(servers[0], job, measurement.shape, plan).measure(measurement))
+        asyncio.run(_measure(servers[0], job, plan, measurement))
     except NotMeasuredError as error:
         measurement.failure = str(error).replace("|", "/")
         return
@@ -89,83 +114,119 @@ def measure_shape(servers: Sequence[Client], job: Job, measurement: Measurement)
         measurement.attended_tokens = always + selected
 
 
-class _Bench:
-    """Measures a shape on a running server; what the server refuses is NotMeasuredError."""
+async def _measure(client: Client, job: Job, plan: Plan, measurement: Measurement) -> None:
+    """Measure a shape on a running server; what the server refuses is NotMeasuredError."""
+    shape, vocabulary = measurement.shape, model_config(job.model)["vocab_size"]
+    prompts = make_prompts([shape.context] * shape.batch, vocabulary, f"{SEED} {shape}")
+    batch = [Answer(shape.context) for _ in prompts]
+    witness, tasks = batch[0], list[asyncio.Task[None]]()
 
-    def __init__(self, client: Client, job: Job, shape: Shape, plan: Plan) -> None:
-        self._client, self._job, self._plan = client, job, plan
-        lengths, vocabulary = [shape.context] * shape.batch, model_config(job.model)["vocab_size"]
-        self._prompts = make_prompts(lengths, vocabulary, f"{SEED} {shape}")
-        self._batch = [Answer(shape.context) for _ in self._prompts]
-        self._tasks: list[asyncio.Task[None]] = []
-        self._changed = asyncio.Event()  # is set by every report
+    def is_settled(answer: Answer) -> bool:
+        return (answer.sparse_steps if job.cache_rank else answer.written) >= plan.settle
 
-    async def measure(self, measurement: Measurement) -> None:
-        witness = self._batch[0]
-        async with connect() as session:
-            try:
-                async with asyncio.timeout(SHAPE_SECONDS):
-                    begun = time.perf_counter()
-                    start = await asyncio.to_thread(self._client.cache_rank)
-                    for answer, prompt in zip(self._batch, self._prompts, strict=True):
-                        request = follow(
-                            session,
-                            self._client.url,
-                            prompt,
-                            answer,
-                            lambda _: self._changed.set(),
-                            max_new_tokens=self._plan.most_tokens,
-                            stream_interval=1 if answer is witness else REPORT_INTERVAL,
-                        )
-                        self._tasks.append(asyncio.create_task(request))
-                        self._tasks[-1].add_done_callback(lambda _: self._changed.set())
-                    await self._until(lambda: all(map(self._is_settled, self._batch)))
-                    before = await asyncio.to_thread(self._client.cache_rank)
-                    first = witness.written + 2  # not the step that answered
-                    await self._until(lambda: witness.written >= first + STEPS)
-                    after = await asyncio.to_thread(self._client.cache_rank)
-            except TimeoutError:
-                raise NotMeasuredError(f"ran out of time; {self._situation()}") from None
-            finally:
-                await self._abort(session)
-        summarize(measurement, step_times(witness.tokens, witness.times, first, STEPS))
-        measurement.prefill_seconds = max(one.times[0] for one in self._batch) - begun
-        measurement.exchange = exchange_between(start, before, after)
-        if self._job.cache_rank:
-            measurement.sparse_steps = min(one.sparse_steps for one in self._batch)
+    def situation() -> str:
+        started = sum(answer.written > 0 for answer in batch)
+        settled = sum(map(is_settled, batch))
+        return f"{started} of {len(batch)} requests had started and {settled} were settled"
 
-    def _is_settled(self, answer: Answer) -> bool:
-        steps = answer.sparse_steps if self._job.cache_rank else answer.written
-        return steps >= self._plan.settle
-
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait for reports until a condition holds.
-
-        Raises:
-            NotMeasuredError: a request has ended before.
-            aiohttp.ClientError: the server is gone.
-        """
+    async def until(condition: Callable[[], bool]) -> None:
         while not condition():
-            for task in filter(asyncio.Task.done, self._tasks):
+            for task in filter(asyncio.Task.done, tasks):
                 error = task.exception()
-                if error and not isinstance(error, ServerError):
+                if error and not isinstance(error, ServerError):  # the server is gone
                     raise error
-                raise NotMeasuredError(f"{error or 'a request ended'}; {self._situation()}")
-            self._changed.clear()
-            await self._changed.wait()
+                raise NotMeasuredError(f"{error or 'a request ended'}; {situation()}")
+            await asyncio.sleep(SECONDS_BETWEEN_LOOKS)
 
-    async def _abort(self, session: aiohttp.ClientSession) -> None:
-        """End all requests, and give the server time to free what they held."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(ABORT_SECONDS):
-                with contextlib.suppress(aiohttp.ClientError):  # it is gone, and they end as well
-                    await session.post(
-                        f"{self._client.url}/abort_request", json={"abort_all": True}
+    async with connect() as session:
+        try:
+            async with asyncio.timeout(SHAPE_SECONDS):
+                begun = time.perf_counter()
+                start = await asyncio.to_thread(client.cache_rank)
+                for answer, prompt in zip(batch, prompts, strict=True):
+                    request = follow(
+                        session,
+                        client.url,
+                        prompt,
+                        answer,
+                        lambda tokens: None,
+                        max_new_tokens=plan.most_tokens,
+                        stream_interval=1 if answer is witness else REPORT_INTERVAL,
                     )
-                await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.sleep(0.5)
+                    tasks.append(asyncio.create_task(request))
+                await until(lambda: all(map(is_settled, batch)))
+                before = await asyncio.to_thread(client.cache_rank)
+                first = witness.written + 2  # not the step that answered
+                await until(lambda: witness.written >= first + STEPS)
+                after = await asyncio.to_thread(client.cache_rank)
+        except TimeoutError:
+            raise NotMeasuredError(f"ran out of time; {situation()}") from None
+        finally:
+            await _abort(session, client.url, tasks)
+    summarize(measurement, step_times(witness.tokens, witness.times, first, STEPS))
+    measurement.prefill_seconds = max(one.times[0] for one in batch) - begun
+    measurement.exchange = exchange_between(start, before, after)
+    if job.cache_rank:
+        measurement.sparse_steps = min(one.sparse_steps for one in batch)
 
-    def _situation(self) -> str:
-        started = sum(answer.written > 0 for answer in self._batch)
-        settled = sum(map(self._is_settled, self._batch))
-        return f"{started} of {len(self._batch)} requests had started and {settled} were settled"
+
+async def _abort(
+    session: aiohttp.ClientSession, url: str, tasks: Sequence[asyncio.Task[None]]
+) -> None:
+    """End all requests, and give the server time to free what they held."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(ABORT_SECONDS):
+            with contextlib.suppress(aiohttp.ClientError):  # it is gone, and they end as well
+                await session.post(f"{url}/abort_request", json={"abort_all": True})
+            await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.sleep(0.5)
+
+
+def step_times(
+    tokens: Sequence[int], times: Sequence[float], first: int, steps: int
+) -> list[float]:
+    """Seconds between consecutive tokens of one stream.
+
+    Args:
+        tokens: so far, at each of `times`; tokens that came together share their time.
+        times: when they came.
+        first: token whose arrival starts the first step.
+        steps: how many.
+
+    Raises:
+        ValueError: the stream does not cover them.
+    """
+    return np.diff(np.interp(range(first, first + steps + 1), tokens, times)).tolist()
+
+
+def summarize(measurement: Measurement, seconds: Sequence[float]) -> None:
+    """Fill in a measurement from the seconds of its steps."""
+    milliseconds = [1e3 * value for value in seconds]
+    measurement.medians = np.median(np.reshape(milliseconds, (WINDOWS, -1)), axis=1).tolist()
+    measurement.tpot_ms = statistics.median(measurement.medians)
+    measurement.mean_ms = statistics.fmean(milliseconds)
+    measurement.p10_ms = quantile(milliseconds, 0.1)
+    measurement.p90_ms = quantile(milliseconds, 0.9)
+
+
+def exchange_between(
+    start: dict[str, Any], before: dict[str, Any], after: dict[str, Any]
+) -> dict[str, float]:
+    """What the exchange did between two states of the inference rank; nothing without a cache rank.
+
+    `start` is the state when the shape began.
+    """
+
+    def grown(name: str, since: dict[str, Any] = before) -> float:
+        return float(after.get(name, 0)) - float(since.get(name, 0))
+
+    if not after:
+        return {}
+    steps = max(1.0, grown("steps"))
+    return {
+        "late steps %": 100 * grown("steps_waited") / steps,
+        "wait ms": 1e3 * grown("wait_seconds") / steps,
+        "up MB/step": 1e-6 * grown("up_bytes") / steps,
+        "down MB/step": 1e-6 * grown("down_bytes") / steps,
+        "bulk GB": 1e-9 * grown("bulk_bytes", start),
+    }

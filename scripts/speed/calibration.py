@@ -40,10 +40,7 @@ def norms_for_unit_logits(config: dict[str, Any]) -> list[tuple[str, Tensor]]:
     if config["model_type"] == "qwen3":
         weights |= {f"self_attn.{name}": (config["head_dim"], 1.0) for name in ("q_norm", "k_norm")}
     return [
-        (
-            f"model.layers.{layer}.{name}.weight",
-            torch.full((size,), value, dtype=torch.bfloat16),
-        )
+        (f"model.layers.{layer}.{name}.weight", torch.full((size,), value, dtype=torch.bfloat16))
         for layer in range(config["num_hidden_layers"])
         for name, (size, value) in weights.items()
     ]

@@ -1,8 +1,15 @@
-"""Serves the systems of a script, and measures them one after the other."""
+"""The servers of each system, and what is measured on them, one after the other.
+
+A job is one server, or several alike, and all that is measured on it: starting a server costs a
+minute or two, a shape costs seconds.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
+import random
 import re
 import sys
 import tempfile
@@ -10,26 +17,146 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 from safetensors.torch import save_file
 from tqdm import tqdm
 
 from scripts.shared import machine
-from scripts.shared.command import command_line
+from scripts.shared.command import command_line, explained
 from scripts.shared.comparison import ENVIRONMENT
-from scripts.shared.models import model_config
+from scripts.shared.models import BUNDLED, folder_of, model_config
 from scripts.shared.report import provenance, write_report
-from scripts.shared.serving import Client, Server, ServerError
-from scripts.shared.systems import to_flags
+from scripts.shared.serving import Client, Server, ServerError, reason_of
+from scripts.shared.systems import SYSTEMS, System, to_flags
 from scripts.speed.calibration import norms_for_unit_logits, write_blank
-from scripts.speed.jobs import Job
 
 START_SECONDS = 600
-LONGEST_ERROR = 160
 
-FAILURES = (aiohttp.ClientError, OSError, RuntimeError, ValueError)
-"""How a server or what is asked of it fails; what comes late is an OSError."""
+ROOM_FOR_OUTPUT = 4096
+"""A sequence may grow by so many tokens while its prompt is shipped, settles and is measured."""
+
+SEED = 1
+
+
+class Shape(msgspec.Struct, frozen=True, order=True):
+    """A batch of sequences of `context` tokens each, before the first generated token."""
+
+    batch: int
+    context: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shape:
+        """Read `8x32768`; ValueError if it is not of this form."""
+        batch, _, context = text.partition("x")
+        if not (batch.isdecimal() and context.isdecimal() and int(batch) and int(context)):
+            raise ValueError(f"{text!r} is not a shape: write BATCHxCONTEXT, as in 8x32768")
+        return cls(int(batch), int(context))
+
+
+def add_engine_options(parser: argparse.ArgumentParser, budget: int | None) -> None:
+    """Add the options of engines, systems and results; a budget of None is left to servers."""
+    add = parser.add_argument
+    add("--model", "--model-path", default="qwen3-8b",
+        help="a name in scripts/speed/model_shapes, `bundled`, or a folder")  # fmt: skip
+    add("--systems", nargs="+", required=True,
+        help=f"NAME[:ARGUMENT=VALUE,...] of {', '.join(SYSTEMS)}")  # fmt: skip
+    add("--sparse-budget", type=int, default=budget,
+        help=f"of sparse systems; default: {budget or 'what each server chooses'}")  # fmt: skip
+    add("--sparse-threshold", type=int, help="default: what each server chooses")
+    add("--engine-args", dest="engine", metavar="ENGINE_ARGS", type=explained(json.loads),
+        default={}, help="JSON object of engine arguments")  # fmt: skip
+    add("--out", type=Path, default=Path("results"))
+
+
+class Job(msgspec.Struct):
+    """One server, or several alike side by side, and the shapes that it measures."""
+
+    system: str
+    model: str
+    gpus: int  # GPUs that each server needs
+    cache_rank: bool
+    engine: dict[str, Any]  # arguments of the server
+    shapes: list[Shape]  # shapes as they are run
+    servers: int = 1
+
+
+def make_job(
+    label: str, shapes: Sequence[Shape], options: argparse.Namespace, servers: int = 1
+) -> Job:
+    """The engine of a system, and its shapes as run; ValueError if there is no such system."""
+    system, config = System.parse(label), model_config(options.model)
+    changes = dict(system.changes)
+    if system.at_budget:
+        budget = changes.pop("sparse_budget", options.sparse_budget)
+        shapes = sorted({Shape(shape.batch, budget) for shape in shapes})
+    batches = {shape.batch for shape in shapes}
+    longest = max(shape.context for shape in shapes)
+    arguments = _engine_arguments(config, options.model, batches, longest)
+    if system.is_sparse:
+        arguments["sparse_budget"] = options.sparse_budget
+        arguments["sparse_threshold"] = options.sparse_threshold
+    if system.has_cache_rank:
+        arguments["max_sparse_requests"] = max(batches)
+    return Job(
+        label,
+        options.model,
+        gpus=0 if options.model == BUNDLED else system.gpus,
+        cache_rank=system.has_cache_rank,
+        engine=arguments | system.arguments | options.engine | changes,
+        shapes=list(shapes),
+        servers=servers,
+    )
+
+
+def _engine_arguments(
+    config: dict[str, Any], model: str, batches: set[int], longest: int
+) -> dict[str, Any]:
+    """The arguments that the engines of all systems share."""
+    length, trained = longest + ROOM_FOR_OUTPUT, config["max_position_embeddings"]
+    arguments: dict[str, Any] = {
+        "model_path": str(folder_of(model).resolve()),
+        "skip_tokenizer_init": True,
+        "disable_radix_cache": True,
+        "context_length": length,
+        # SGLang counts a request twice while its prompt is computed in chunks, and would leave the
+        # last one of the batch in the queue.
+        "max_running_requests": max(batches) + 1,
+        "chunked_prefill_size": 8192,
+        "stream_interval": 1,
+        # Chunks would otherwise repeat all tokens before them.
+        "incremental_streaming_output": True,
+        "log_level": "info",
+        "sampling_backend": "pytorch",
+        "grammar_backend": "none",
+    }
+    if model == BUNDLED:
+        return arguments | {
+            "device": "cpu",
+            "dtype": "float32",
+            "attention_backend": "torch_native",
+            "max_total_tokens": 40000,
+            "context_length": min(length, trained),
+            "sleep_on_idle": True,
+        }
+    if length > trained:
+        # The rotary table is as long as the model says that it was trained for.
+        override = {"max_position_embeddings": length}
+        arguments["json_model_override_args"] = json.dumps(override)
+    return arguments | {
+        "load_format": "dummy",
+        "random_seed": SEED,
+        "attention_backend": "fa3",
+        "cuda_graph_backend_prefill": "disabled",
+        "cuda_graph_bs_decode": sorted(batches),
+        "mem_fraction_static": 0.85,
+    }
+
+
+def make_prompts(lengths: Sequence[int], vocabulary: int, seed: object) -> list[list[int]]:
+    """Random tokens, the same for the same lengths and seed."""
+    generator = random.Random(f"{seed}")
+    low = min(256, vocabulary // 2)  # leave out special tokens of small vocabularies
+    return [generator.choices(range(low, vocabulary), k=length) for length in lengths]
 
 
 class Measurement(msgspec.Struct, kw_only=True):
@@ -96,12 +223,11 @@ def measure_all(
                     measurement.memory_gib = machine.memory_gib(gpus)
                     results.measurements.append(left.pop(0))
                     files = write(results, out)
-        except FAILURES as error:
+        except Exception as error:  # a system must not take the others down
             tqdm.write(f"{job.system}: {error}", file=sys.stderr)
             log = "\n".join(server.tail() for server in servers)
-            said, late = f"{log}\n{type(error).__name__}: {error}", isinstance(error, TimeoutError)
             for measurement in left:
-                measurement.failure = explain_failure(said, bool(servers), late)
+                measurement.failure = reason_of(error, log)
             results.measurements += left
             files = write(results, out)
     print(*files, sep="\n")
@@ -147,15 +273,3 @@ def spread_logits(server: Client, config: dict[str, Any]) -> None:
         answer = server.post("/update_weights_from_disk", body)
     if answer.status_code != 200:
         raise ServerError(f"/update_weights_from_disk answers {answer.text}")
-
-
-def explain_failure(log: str, was_ready: bool, ran_out_of_time: bool) -> str:
-    """One phrase for a server that was not measured, from what it and its client say."""
-    if re.search("out of memory|outofmemory|not enough memory", log, re.IGNORECASE):
-        return "out of memory"
-    if ran_out_of_time:
-        return "ran out of time" if was_ready else "did not start in time"
-    phrase = "ended while measuring" if was_ready else "did not start"
-    errors = re.findall(r"^[\w.]*(?:Error|Exception): .+", log, flags=re.MULTILINE)
-    reason = f" ({errors[-1][:LONGEST_ERROR]})" if errors else ""
-    return (phrase + reason).replace("|", "/")  # it stands in a table

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from scripts import benchmark
-from scripts.accuracy.benchmarks.runs import EvaluatedServer, read_run
+from scripts.accuracy.runs import EvaluatedServer, read_run
 from scripts.shared.serving import Server
 
 pytestmark = pytest.mark.xdist_group("bundled server")

@@ -7,11 +7,10 @@ import re
 
 import pytest
 
-from scripts.reasoning.client import send
-from scripts.reasoning.loads import Load, Request
-from scripts.reasoning.measures import measure
 from scripts.shared.models import BUNDLED, BUNDLED_FOLDER, model_config
 from scripts.shared.serving import Server, ServerError
+from scripts.shared.streaming import Request, send
+from scripts.speed.loads import Load, measure
 from scripts.speed.serving import spread_logits
 
 pytestmark = pytest.mark.xdist_group("bundled server")

@@ -73,6 +73,6 @@ def test_bad_data_is_refused(arguments: str, message: str, tmp_path: Path) -> No
     (tmp_path / "broken" / "00000001.pt").write_bytes(b"nothing")
     torch.save(torch.zeros(3), tmp_path / "other" / "00000001.pt")
     words = arguments.format(folder=tmp_path).split()
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(ValueError, match=message):
         main([*words, "--out", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

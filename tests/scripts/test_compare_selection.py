@@ -51,5 +51,5 @@ def test_steps_count_from_where_window_and_slots_are_full(
 
 
 def test_a_folder_without_a_recording_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="holds no recorded decode step"):
+    with pytest.raises(ValueError, match="holds no recorded decode step"):
         main(["--recording", str(tmp_path)])

@@ -16,10 +16,10 @@ from sgl_eval.registry import get
 from sgl_eval.types import Example, Sample
 
 from scripts import benchmark
-from scripts.accuracy.benchmarks import runs
-from scripts.accuracy.benchmarks.comparison import compare_folders
-from scripts.accuracy.benchmarks.runs import BENCHMARKS, Answer, Record, read_run, write_record
+from scripts.accuracy import runs
+from scripts.accuracy.comparison import compare_folders
 from scripts.accuracy.pointer_chase import make_chain
+from scripts.accuracy.runs import BENCHMARKS, Answer, Record, read_run, write_record
 
 CHAINS = Path("tests/data/pointer_chase.jsonl")
 SERVER = {"model_path": "/models/Tiny", "reasoning_parser": "qwen3", "cache_rank_gpus": 0}

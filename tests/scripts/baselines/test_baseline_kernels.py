@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from scripts.baselines import kernels, reference
-from scripts.baselines.reference import Budget
+from scripts.baselines.reference import Batch, Budget
 
 TOKENS = Budget(sinks=3, recent=5, selected=9, page=1)
 PAGES = Budget.of_pages(sinks=3, recent=5, selected=7, page=4)
@@ -22,9 +22,7 @@ class Case(NamedTuple):
 
     queries: Tensor
     keys: Tensor
-    req_to_token: Tensor
-    slots: Tensor
-    lengths: Tensor
+    batch: Batch
 
 
 def case(
@@ -45,9 +43,12 @@ def case(
     return Case(
         queries.to(device, dtype),
         keys.to(device, dtype),
-        table.to(device),
-        torch.randperm(rows + 1, generator=generator)[:rows].to(device),
-        torch.tensor(lengths, device=device),
+        Batch(
+            table.to(device),
+            torch.randperm(rows + 1, generator=generator)[:rows].to(device),
+            torch.tensor(lengths, device=device),
+            pool_page,
+        ),
     )
 
 
@@ -71,15 +72,15 @@ def naive_parts(length: int, budget: Budget) -> tuple[list[int], list[int]]:
 def test_page_scores_bound_every_logit_of_the_page() -> None:
     given, bounds = with_bounds(case([45, 26, 10], pool_page=4), PAGES)
     out = torch.full((3, 2, 16), torch.nan)
-    reference.score_pages(given.queries, bounds, *given[2:], budget=PAGES, pool_page=4, out=out)
+    reference.score_pages(given.queries, bounds, given.batch, PAGES, out)
     for row, (slot, length) in enumerate(
-        zip(given.slots.tolist(), given.lengths.tolist(), strict=True)
+        zip(given.batch.slots.tolist(), given.batch.lengths.tolist(), strict=True)
     ):
         _, candidates = naive_parts(length, PAGES)
         scored = {int(page) for page in (~out[row, 0].isnan()).nonzero().flatten()}
         assert scored == {first // 4 for first in candidates}
         for first in candidates:
-            rows = given.req_to_token[slot, first : first + 4].to(torch.int64)
+            rows = given.batch.table[slot, first : first + 4].to(torch.int64)
             for kv_head in range(2):
                 queries = given.queries[row, 2 * kv_head : 2 * kv_head + 2]
                 products = queries[:, None] * given.keys[rows, kv_head]  # (2, 4, D)
@@ -97,8 +98,8 @@ def test_lists_hold_what_is_always_attended_to_and_the_best(budget: Budget) -> N
     scores[0::2, :, ::5] = torch.nan
     scores[:, :, ::7] = -torch.inf
     out = torch.full((len(lengths), 2, budget.width), -1, dtype=torch.int32)
-    reference.select(scores, *given[2:], budget=budget, out=out)
-    for row, (slot, length) in enumerate(zip(given.slots.tolist(), lengths, strict=True)):
+    reference.select(scores, given.batch, budget, out)
+    for row, (slot, length) in enumerate(zip(given.batch.slots.tolist(), lengths, strict=True)):
         always, candidates = naive_parts(length, budget)
         for head in range(2):
 
@@ -110,7 +111,7 @@ def test_lists_hold_what_is_always_attended_to_and_the_best(budget: Budget) -> N
             tokens = always + [
                 first + i for first in sorted(best, reverse=True) for i in range(budget.page)
             ]
-            listed = [int(given.req_to_token[slot, token]) * 2 + head for token in tokens]
+            listed = [int(given.batch.table[slot, token]) * 2 + head for token in tokens]
             assert out[row, head].tolist() == listed + [-1] * (budget.width - len(listed))
 
 
@@ -128,8 +129,8 @@ LENGTHS = [1, 17, 18, 40, 64]
 def with_bounds(given: Case, budget: Budget) -> tuple[Case, Tensor]:
     entries = given.keys.shape[0] // budget.page
     bounds = given.keys.new_zeros((entries, given.keys.shape[1], 2, given.keys.shape[2]))
-    starts, page = torch.zeros_like(given.lengths), budget.page
-    reference.build_bounds(*given[1:4], starts, given.lengths, 64, page, page, bounds)
+    starts = torch.zeros_like(given.batch.lengths)
+    reference.build_bounds(given.keys, given.batch, starts, 64, budget.page, bounds)
     return given, bounds
 
 
@@ -143,7 +144,7 @@ def test_triton_bounds(device: torch.device, dtype: torch.dtype, pool_page: int)
         for _ in range(2)
     )
     for module, bounds in ((kernels, found), (reference, expected)):
-        module.build_bounds(*given[1:4], starts, given.lengths, 8, 4, pool_page, bounds)
+        module.build_bounds(given.keys, given.batch, starts, 8, 4, bounds)
     assert torch.equal(found, expected)
 
 
@@ -154,14 +155,14 @@ def test_triton_page_scores(
     given, bounds = with_bounds(case(LENGTHS, heads, head_dim, dtype, 4, device), PAGES)
     found, expected = (torch.zeros((len(LENGTHS), heads[1], 16), device=device) for _ in range(2))
     for module, out in ((kernels, found), (reference, expected)):
-        module.score_pages(given.queries, bounds, *given[2:], PAGES, 4, out)
+        module.score_pages(given.queries, bounds, given.batch, PAGES, out)
     chosen = must_choose(given, PAGES)
     assert chosen.tolist() == [length > 18 for length in LENGTHS]
     assert torch.allclose(found[chosen], expected[chosen], atol=1e-4)
 
 
 def must_choose(given: Case, budget: Budget) -> Tensor:
-    return budget.attended_of(given.lengths) < given.lengths
+    return budget.attended_of(given.batch.lengths) < given.batch.lengths
 
 
 @pytest.mark.parametrize(
@@ -201,7 +202,7 @@ def compare_lists(given: Case, budget: Budget, scores: Tensor) -> None:
         for _ in range(2)
     )
     for module, out in ((kernels, found), (reference, expected)):
-        module.select(scores, *given[2:], budget, out)
+        module.select(scores, given.batch, budget, out)
     assert torch.equal(found, expected)
 
 
@@ -220,14 +221,14 @@ def test_large_batches_on_a_gpu() -> None:
     pages = Budget.of_pages(4, 64, 512, 16)
     given, bounds = with_bounds(given, pages)
     built = torch.zeros_like(bounds)
-    starts = torch.zeros_like(given.lengths)
-    kernels.build_bounds(*given[1:4], starts, given.lengths, 512, 16, 16, built)
+    starts = torch.zeros_like(given.batch.lengths)
+    kernels.build_bounds(given.keys, given.batch, starts, 512, 16, built)
     assert torch.equal(built, bounds)
     found, expected = (
-        torch.zeros((24, 8, given.req_to_token.shape[1] // 16), device=device) for _ in range(2)
+        torch.zeros((24, 8, given.batch.table.shape[1] // 16), device=device) for _ in range(2)
     )
     for module, out in ((kernels, found), (reference, expected)):
-        module.score_pages(given.queries, bounds, *given[2:], pages, 16, out)
+        module.score_pages(given.queries, bounds, given.batch, pages, out)
     chosen = must_choose(given, pages)
     torch.testing.assert_close(found[chosen], expected[chosen], atol=1e-2, rtol=1e-5)
     compare_lists(given, pages, found)

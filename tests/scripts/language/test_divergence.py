@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts.language.divergence import compare, kl_by_token, weighted_quantile
+from scripts.language.report import compare, kl_by_token
+from scripts.shared.statistics import quantile
 
 
 def distributions(seed: int) -> torch.Tensor:
@@ -43,6 +44,6 @@ def test_equal_distributions_do_not_differ() -> None:
 
 
 def test_a_weighted_quantile() -> None:
-    values, weights = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0.5, 0.2, 0.3])
-    found = [float(weighted_quantile(values, weights, share)) for share in (0.1, 0.2, 0.4, 0.9, 1)]
+    values, weights = [3.0, 1.0, 2.0], [0.5, 0.2, 0.3]
+    found = [quantile(values, share, weights) for share in (0.1, 0.2, 0.4, 0.9, 1)]
     assert found == [1, 1, 2, 3, 3]

@@ -52,7 +52,7 @@ def test_a_request_turns_sparse_at_its_threshold_whatever_the_budget() -> None:
 
 @pytest.mark.usefixtures("quiet")
 def test_a_server_accepts_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    from scripts.baselines.args import BaselineServerArgs
+    from scripts.baselines.plugin import BaselineServerArgs
     from sglang_ext import cpu
     from sglang_ext.server_args import CacheRankServerArgs, parse_server_args
 

@@ -13,14 +13,14 @@ what it gains in time per token. Lengths and truncated answers stand beside.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from scripts.accuracy.benchmarks.runs import Answer, Run, read_run
+from scripts.accuracy.runs import Run, read_run
 from scripts.shared import statistics
 from scripts.shared.report import percent, table_of
 from scripts.shared.statistics import Estimate, interval
@@ -73,22 +73,17 @@ def compare_folders(baseline: Path, system: Path) -> Report:
     held = {file.parent.name for side in (baseline, system) for file in side.glob("*/run.json")}
     for name in sorted(held):
         pair = read_run(baseline / name), read_run(system / name)
-        _require_same_settings(*pair)
+        ours, theirs = map(_settings, pair)
+        different = [of for of in ours if ours[of] != theirs[of]]
+        if different:
+            said = "; ".join(f"{of} is {ours[of]!r} and {theirs[of]!r}" for of in different)
+            raise ValueError(f"{baseline / name} and {system / name} cannot be compared: {said}")
         report.comparisons.append(_compare(*pair))
         for side, run in zip(report.names, pair, strict=True):
             report.warnings += [f"{side}, {name}: {warning}" for warning in run.record.warnings]
     if not held:
         raise FileNotFoundError(f"{baseline} and {system} hold no runs")
     return report
-
-
-def _require_same_settings(one: Run, other: Run) -> None:
-    ours, theirs = _settings(one), _settings(other)
-    if different := [name for name in ours if ours[name] != theirs[name]]:
-        raise ValueError(
-            f"{one.folder} and {other.folder} cannot be compared: "
-            + "; ".join(f"{name} is {ours[name]!r} and {theirs[name]!r}" for name in different)
-        )
 
 
 def _settings(run: Run) -> dict[str, Any]:
@@ -111,51 +106,43 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _compare(baseline: Run, system: Run) -> Comparison:
-    sides = [_by_question(run.answers) for run in (baseline, system)]
-    right, tokens = (
-        [[fmean(getattr(a, name) for a in side[q]) for q in sides[0]] for side in sides]
-        for name in ("is_right", "tokens")
-    )
-    gains = [ours - theirs for theirs, ours in zip(*right, strict=True)]
+    gains = _means(system, "is_right") - _means(baseline, "is_right")
     return Comparison(
         benchmark=baseline.record.benchmark,
-        questions=len(sides[0]),
+        questions=len(gains),
         repeats=baseline.metrics["n_repeats"],
-        baseline=_summarize(baseline.answers, right[0], tokens[0]),
-        system=_summarize(system.answers, right[1], tokens[1]),
-        accuracy_difference=statistics.difference(right[1], right[0]),
-        tokens_ratio=statistics.ratio(tokens[1], tokens[0]),
-        gained=sum(gain > 0 for gain in gains),
-        lost=sum(gain < 0 for gain in gains),
+        baseline=_summarize(baseline),
+        system=_summarize(system),
+        accuracy_difference=statistics.mean(gains),
+        tokens_ratio=statistics.ratio(_means(system, "tokens"), _means(baseline, "tokens")),
+        gained=int((gains > 0).sum()),
+        lost=int((gains < 0).sum()),
     )
 
 
-def _by_question(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
-    """The answers to each question that did not fail."""
-    found: dict[str, list[Answer]] = {answer.question: [] for answer in answers}
-    for answer in answers:
+def _means(run: Run, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """What an answer to each question has in the mean, [questions in their order]."""
+    found: dict[str, list[float]] = {answer.question: [] for answer in run.answers}
+    for answer in run.answers:
         if not answer.has_failed:
-            found[answer.question].append(answer)
+            found[answer.question].append(getattr(answer, name))
     if not all(found.values()):
         raise ValueError("every request of a question failed; run it again")
-    return found
+    return np.array([fmean(found[question]) for question in sorted(found)])
 
 
-def _summarize(
-    answers: Sequence[Answer], right: Sequence[float], tokens: Sequence[float]
-) -> Summary:
-    answered = [answer for answer in answers if not answer.has_failed]
+def _summarize(run: Run) -> Summary:
+    answered = [answer for answer in run.answers if not answer.has_failed]
     return Summary(
-        accuracy=statistics.mean(right),
-        tokens=statistics.mean(tokens),
+        accuracy=statistics.mean(_means(run, "is_right")),
+        tokens=statistics.mean(_means(run, "tokens")),
         truncated=fmean(answer.is_truncated for answer in answered),
         unanswered=fmean(answer.is_unanswered for answer in answered),
-        failed=1 - len(answered) / len(answers),
+        failed=1 - len(answered) / len(run.answers),
     )
 
 
 def markdown(found: Report) -> str:
-    """All tables."""
     baseline, system = found.names
     parts = [
         f"# {system} against {baseline}",

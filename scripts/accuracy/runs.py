@@ -1,4 +1,7 @@
-"""One benchmark on one server, asked and graded by sgl-eval, and the folder that it leaves.
+"""One benchmark on one server, and the folder that it leaves.
+
+Prompts, answers and grades are those of sgl-eval, SGLang's own evaluation client, whose graders are
+NVIDIA NeMo-Skills'.
 
 OUT/BENCHMARK/run.json           what was asked of which server, and what it says of the run
 OUT/BENCHMARK/sgl_eval_*/        the harness's answers and metrics
@@ -250,16 +253,15 @@ def _threads(server: EvaluatedServer, options: Namespace) -> int:
             f"the server's requests have at most {server.context_length} tokens, prompt included: "
             f"no room for --max-tokens {options.max_tokens}"
         )
-    room = MOST_THREADS
-    if server.info.get("cache_rank_gpus") and not options.dense:
-        longest = PROMPT_TOKENS + options.max_tokens
-        room = server.most_sparse_requests(longest)
-        if room == 0:
-            raise ServerError(
-                f"the cache rank holds {server.capacity_tokens} tokens and a request may have "
-                f"{longest}: every request would stay dense. Lower --max-tokens"
-            )
-    return min(MOST_THREADS, room)
+    if options.dense or not server.info.get("cache_rank_gpus"):
+        return MOST_THREADS
+    longest = PROMPT_TOKENS + options.max_tokens
+    if room := server.most_sparse_requests(longest):
+        return min(MOST_THREADS, room)
+    raise ServerError(
+        f"the cache rank holds {server.capacity_tokens} tokens and a request may have "
+        f"{longest}: every request would stay dense. Lower --max-tokens"
+    )
 
 
 def _warnings(record: Record, options: Namespace) -> list[str]:

@@ -1,1 +1,0 @@
-"""Measures servers under reasoning loads: many streams of short prompts and long answers."""
