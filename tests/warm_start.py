@@ -39,6 +39,7 @@ class Process:
             log: what it writes to.
             environment: all of it.
         """
+        log.write_bytes(b"")
         started = {"command": command[2:], "log": str(log), "environment": environment}
         self.pid = int(_ask(started | {"folder": os.getcwd()}))
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +137,8 @@ class Client:
         return None
 
 
-def _start(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+def start_process(command: list[str], log: Path, environment: dict[str, str]) -> Any:
+    """Start a server; what is returned has `pid`, `poll` and `wait` of a Popen."""
     with log.open("wb") as output:
         return subprocess.Popen(
             command,
@@ -146,10 +147,6 @@ def _start(command: list[str], log: Path, environment: dict[str, str]) -> subpro
             env=environment,
             start_new_session=True,
         )
-
-
-start_process: Callable[[list[str], Path, dict[str, str]], Any] = _start
-"""Starts a server; what it returns has `pid`, `poll` and `wait` of a Popen."""
 
 
 class Server(Client):
@@ -256,8 +253,3 @@ def cache_rank_state(info: dict[str, Any]) -> dict[str, Any]:
     """What a `/server_info` says of the cache rank; empty without one."""
     states = info.get("internal_states") or [{}]
     return states[0].get("cache_rank") or {}
-
-
-def log_probabilities(response: Any) -> list[float]:
-    """The log-probabilities of the generated tokens."""
-    return [entry[0] for entry in response["meta_info"]["output_token_logprobs"]]

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from workload import DENSE, SMALL_CACHE_RANK, random_prompts
+from workload import DENSE, SMALL_CACHE_RANK, log_probabilities, random_prompts
 
-from scripts.shared.serving import log_probabilities, serve
+from scripts.shared.serving import serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 NEW_TOKENS = 120

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from workload import assert_sparse_is_dense, random_prompts
+from workload import assert_sparse_is_dense, log_probabilities, random_prompts
 
-from scripts.shared.serving import log_probabilities, serve
+from scripts.shared.serving import serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 pytestmark = pytest.mark.timeout(600)

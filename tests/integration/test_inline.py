@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 from waiting import wait_until
-from workload import DENSE, assert_same_answers, random_prompts, select_everything, streamed
+from workload import (
+    DENSE,
+    assert_same_answers,
+    log_probabilities,
+    random_prompts,
+    select_everything,
+    streamed,
+)
 
-from scripts.shared.serving import Server, log_probabilities
+from scripts.shared.serving import Server
 
 pytestmark = pytest.mark.xdist_group("plain server")
 

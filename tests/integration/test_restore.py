@@ -20,10 +20,11 @@ from workload import (
     STRICT_POOL,
     WORKING_SET,
     difference,
+    log_probabilities,
     random_prompts,
 )
 
-from scripts.shared.serving import Server, log_probabilities, serve
+from scripts.shared.serving import Server, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 pytestmark = pytest.mark.xdist_group("plain server")

@@ -18,12 +18,13 @@ from workload import (
     assert_same_answers,
     cached,
     difference,
+    log_probabilities,
     random_prompts,
     sparse_steps,
     streamed,
 )
 
-from scripts.shared.serving import Server, log_probabilities, serve
+from scripts.shared.serving import Server, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 pytestmark = pytest.mark.xdist_group("plain server")

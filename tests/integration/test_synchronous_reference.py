@@ -23,13 +23,12 @@ import torch
 from calibration_cards import make_card
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from workload import DENSE, difference, random_prompts
+from workload import DENSE, difference, log_probabilities, random_prompts
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.measure.recording import RECORD_VARIABLE
 from cache_rank.reference import SynchronousReference
 from scripts.shared.recordings import read_events
-from scripts.shared.serving import log_probabilities
 from sglang_ext.calibration.files import Calibration, Fit, Source, sources, write
 from sglang_ext.calibration.fitting import Correction
 from sglang_ext.calibration.key_statistics import KeyBasis

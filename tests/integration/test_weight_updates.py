@@ -29,6 +29,7 @@ from workload import (
     cached,
     copy_model,
     difference,
+    log_probabilities,
     negated_queries,
     random_prompts,
 )
@@ -36,7 +37,7 @@ from workload import (
 from cache_rank.measure.recording import RECORD_VARIABLE
 from cache_rank.pages import PAGE_TOKENS
 from scripts.shared.recordings import read_events
-from scripts.shared.serving import Server, log_probabilities, serve
+from scripts.shared.serving import Server, serve
 
 pytestmark = [pytest.mark.thorough, pytest.mark.xdist_group(name="weight-updates")]
 

@@ -14,7 +14,7 @@ import requests
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from scripts.shared.serving import Server, log_probabilities, serve
+from scripts.shared.serving import Server, serve
 from sglang_ext.flags import CHECKSUM_VARIABLE
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
@@ -77,6 +77,11 @@ def random_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
     """Draw prompts of random tokens."""
     source = random.Random(seed)
     return [[source.randrange(5, VOCABULARY - 5) for _ in range(length)] for length in lengths]
+
+
+def log_probabilities(response: Any) -> list[float]:
+    """The log-probabilities of the generated tokens."""
+    return [entry[0] for entry in response["meta_info"]["output_token_logprobs"]]
 
 
 def difference(ours: list[float], theirs: list[float]) -> float:
