@@ -103,9 +103,8 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, reap)
     for line in sys.stdin:
         question = json.loads(line)
-        answer = statuses.get(question) if isinstance(question, int) else os.fork()
+        answer = statuses.get(question) if isinstance(question, int) else _fork()
         if answer == 0 and isinstance(question, dict):
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             answers.close()
             return _become(**question)
         print(json.dumps(answer), file=answers, flush=True)
@@ -120,8 +119,20 @@ def _import() -> None:
     gc.enable()
 
 
+def _fork() -> int:
+    """Fork, as `os.fork`; when this process goes on, the copy has a session of its own."""
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+    os.close(writer)
+    if pid:
+        os.read(reader, 1)  # nothing: the copy has closed its end
+    os.close(reader)
+    return pid
+
+
 def _become(command: list[str], log: str, environment: dict[str, str], folder: str) -> None:
-    os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
