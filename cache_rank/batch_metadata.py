@@ -51,5 +51,5 @@ class BatchMetadata(NamedTuple):
 
     @property
     def positions(self) -> Tensor:
-        """(R,) int32, position of each row's current token."""
+        """(R,) int32, the position of each row that is meant; see `SelectorStep`."""
         return self.paged.positions

@@ -81,7 +81,7 @@ class ModelShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Selection policy; the flags of the launcher carry the same names.
+    """Selection policy. The launcher's flags have the same names, and defaults of their own.
 
     Attributes:
         model: shape of the sparse layers.

@@ -34,7 +34,7 @@ NO_SEQUENCE = -1
 class Row(msgspec.Struct, frozen=True, array_like=True):
     """One request in a step: its sequence's id, and the position of the token being computed.
 
-    That is the first token that is not held, or where steps draft one of those behind it.
+    The cache rank holds all tokens before that position; where steps draft, all but some drafts.
     """
 
     sequence_id: int
@@ -204,7 +204,16 @@ ToInferenceRank = Ready | Opened | Report
 
 
 class AnswerHeader(NamedTuple):
-    """Columns of the header of a row in a down message."""
+    """Columns of the header of a row in a down message.
+
+    The inference rank leaves a row alone whose first four are not what it expects.
+
+    Attributes:
+        resident_tokens: the position of the step, and one more if the answer is for the next step.
+        filled_slots: in use when the answer has been applied.
+        shipped_tokens: tokens that enter, over layers and KV heads.
+        checksum: of the slots, if it is asked for.
+    """
 
     step: int
     sequence_id: int

@@ -1,4 +1,4 @@
-"""What a cache rank does for each message: receive, append, predict, select, gather, send.
+"""What a cache rank does for each message: receive, append, predict, score, select, gather, send.
 
 It has a link and a selector; process.py hands it the messages, one after the other.
 """

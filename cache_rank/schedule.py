@@ -32,7 +32,8 @@ class LayerMessage(NamedTuple):
         kv_of: the group whose queries, keys and values it carries; None carries none.
         hidden_of: the group whose input it carries, the hidden state; None carries none.
         selects_for: the group whose selection answers it; None has no answer.
-        same_step: whether the answer is for the same step; it is for the next otherwise.
+        same_step: whether the answer is for the same step, and so *fresh*; it is for the next
+            otherwise.
     """
 
     kv_of: int | None

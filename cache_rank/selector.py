@@ -77,10 +77,10 @@ class SelectorStep(NamedTuple):
     Attributes:
         number: the step's number.
         rows: the rows on the device, at the positions of the step.
-        after: the same rows at the newest token that is held when a group has appended the step's,
-            if it does: drafts are not held. Their header is that of an answer for the next step.
-        earlier: the same at the newest token that is held before; their header is that of an answer
-            for the step itself.
+        after: the rows at the newest token that is held after a group's append, for answers for
+            the next step. Drafts are not held: there it is the same as before.
+        earlier: the rows at the newest token that is held before it, for answers for the step
+            itself.
         key: two steps of the same key differ only in what their rows hold.
         live: index, row and sequence of each row that is exchanged.
         changed: (groups, R, 2) int32: tokens that entered, and that must wait for a later step.
@@ -95,7 +95,7 @@ class SelectorStep(NamedTuple):
     changed: Tensor
 
     def rows_of(self, layer_message: LayerMessage) -> BatchMetadata:
-        """The rows as the group that is selected for has them."""
+        """The rows by which the answer to a message is selected."""
         return self.earlier if layer_message.same_step else self.after
 
 

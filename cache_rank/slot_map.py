@@ -18,7 +18,7 @@ class SlotMap:
     """Slots of all sequences, and memory for changes to them: both stay where they are.
 
     Attributes:
-        tokens: (slots, layers, Hkv, k) int32, which token sits in which slot, if any.
+        tokens: (sequence slots, layers, Hkv, k) int32, which token sits in which slot, if any.
         changed: (groups, R, 2) int32, for the counts of `select`.
     """
 
@@ -50,7 +50,7 @@ class SlotMap:
     def select(
         self, rows: BatchMetadata, layers: range, scores: Tensor, slots: Tensor, changed: Tensor
     ) -> None:
-        """Choose the tokens of the next step, with hysteresis, and put them into slots.
+        """Choose tokens for the step ahead of rows, with hysteresis, and give them slots.
 
         The slots that tokens enter are written to `slots`, (R, len(layers), Hkv, C) int32, with -1
         as padding; `entering` says which tokens these are. How many entered, and how many must wait

@@ -1,8 +1,9 @@
 """Flags in memory for which the hardware that feeds a stream waits, of one GPU or two.
 
-Unlike a kernel that polls, such a wait takes nothing of a multiprocessor. Flags are int64, and
-raised from 1 on. To take one is to wait until it is raised and to lower it again: so the same
-moves serve every step, and graphs can hold them.
+Unlike a kernel that polls, such a wait takes nothing of a multiprocessor. A flag is an int64, and
+raised when it is at least 1. To take a flag of 0 or 1 is to wait for it and to write 0, so that the
+same moves serve every step, and graphs can hold them. Flags that count (kernels/gate) are awaited
+here, and lowered by a kernel.
 """
 
 from __future__ import annotations
@@ -61,8 +62,9 @@ class FlagMoves:
             self._operations += _wait(address), _write(address, 0)
 
     def queue(self, stream: torch.cuda.Stream) -> None:
-        """Raise flags when all earlier work of a stream is done, then hold it until it has taken
-        the others, one after the other.
+        """Raise flags when all earlier work of a stream is done.
+
+        Then the stream waits for those that are awaited and those that are taken, one by one.
         """
         operations = self._operations
         call(driver.cuStreamBatchMemOp, stream.cuda_stream, len(operations), operations, 0)

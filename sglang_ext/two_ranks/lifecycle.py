@@ -1,15 +1,17 @@
 """A request's life as the cache rank sees it: SGLang's events become sequences.
 
 A sequence is one incarnation of a request on one request slot. It begins in the first decode step
-at or beyond the sparse threshold and goes through three phases:
+in which nothing speaks against it, see `reason_to_stay_dense`: measured times, other requests of
+the batch and room count. It goes through three phases:
 
     shipping   dense; the prompt's K and V go to the cache rank, one chunk a step
     warming    dense; steps are exchanged, slots fill, the query window fills
     sparse     attends to the working set
 
-Each transition depends on the request's own positions alone, never on timing or batch mates, so the
-same request gives the same tokens. Finish, abort, retraction and preemption all end the sequence in
-one place.
+From where its own chunks are shipped, each transition depends on its own positions alone, never on
+timing or batch mates. Before, it may wait for a prompt that another request ships. With drafts, a
+round that the cache rank cannot serve takes it back to shipping. Finish, abort, retraction and
+preemption all end the sequence in one place.
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class StepPlanner:
         lifecycle: the sequences, which move on as their steps are planned.
         slots: where its sparse rows point to.
         numbers: what the kernels of a step read, if they bring the table up to date: `steps`, the
-            step whose answers are awaited and the step's own number, `exchanged` as
-            by_batch_row, and `lengths`, `sources` and `targets` as in StepPlan.
+            `awaited_step` of the gate and the step's own number, `exchanged` as by_batch_row, and
+            `lengths`, `sources` and `targets` as in StepPlan.
         steps: how many steps have exchanged something.
         payoff: tells where sparse requests make steps shorter; None where that is not known.
         sparse_anyway_from: the length from which requests are sparse even if it does not.
@@ -230,7 +230,7 @@ class StepPlanner:
         """Bring the table up to date, and to the device what the step's kernels read.
 
         Args:
-            awaited_step: the step whose answers the forward pass waits for.
+            awaited_step: see Gate.
         """
         numbers = self.numbers
         if numbers is None:

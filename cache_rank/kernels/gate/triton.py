@@ -1,6 +1,7 @@
 """Flags by which work on one stream waits for work on another, Triton.
 
-A wait is one warp that polls, so it takes nothing from what runs beside it.
+A wait is one warp that polls: a graph can hold it, and it takes next to nothing from what runs
+beside it.
 """
 
 from __future__ import annotations

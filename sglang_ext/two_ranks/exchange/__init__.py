@@ -7,10 +7,11 @@ Between CPUs (`host.py`) and between GPUs (`device/`) it has the same parts, see
                 receives and writes into slots itself
     transfers   between GPUs queues that
 
-An answer is applied just before the attention of its layer group. With forecasts it is applied in
-the step that asked for it, some groups later. The first groups, for which no hidden state comes
-early enough, and all groups without forecasts get the answer in the next decode step, so the cache
-rank has a whole step for it. `cache_rank/schedule.py` says which is which.
+An answer is applied before the attention of its layer group: between CPUs by the forward pass,
+between GPUs as soon as it has come, on a stream for which the forward pass waits. With forecasts it
+is applied in the step that asked for it, some groups later. The first groups, for which no hidden
+state comes early enough, and all groups without forecasts get the answer in the next decode step,
+so the cache rank has a whole step for it. `cache_rank/schedule.py` says which is which.
 """
 
 from __future__ import annotations

@@ -55,7 +55,8 @@ class Gate(ABC):
     are forecast, `enter_group`, `stage` for each of its layers, and `leave_group`.
 
     Attributes:
-        awaited_step: the step whose answers the next forward pass waits for; 0 is none.
+        awaited_step: the last step that was exchanged, for whose answers the next forward pass
+            waits in groups that are answered a step ahead; 0 is none.
     """
 
     awaited_step = 0

@@ -1,7 +1,8 @@
 """The host's accounts of the exchange between two GPUs.
 
 Right after the forward pass of a step has been queued, its transfers are queued beside it. So the
-host never waits, and the next forward pass waits inside its graph only for what is late. What came
+host never waits. The forward pass waits inside its graph, and only for what is late: for answers to
+its own step, and in groups that are answered a step ahead for those to the step before. What came
 of a step is seen some steps later.
 """
 

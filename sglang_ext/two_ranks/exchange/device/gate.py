@@ -120,8 +120,8 @@ class DeviceGate(Gate):
         """Read, in every forward pass, two tensors that the caller fills before it.
 
         Args:
-            steps: (2,) int64, the step whose answers the forward pass waits for, and its own
-                number, or 0 when it exchanges nothing.
+            steps: (2,) int64, `awaited_step`, and the step's own number, or 0 when it exchanges
+                nothing.
             exchanged: (max batch,) int64, the index among the exchanged requests of each batch row,
                 or -1.
         """

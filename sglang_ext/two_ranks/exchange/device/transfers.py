@@ -4,7 +4,8 @@ For each message of the schedule
 
     up stream        when it is computed, sends the staging buffer
     down stream      receives the answer
-    scatter stream   when the answer has come, writes it into the slots
+    scatter stream   when the answer has come, writes it into the slots; by copies it is the
+                     down stream
 
 By copies, all that is one chain of calls for sending and one for the answers, the same in every
 step of as many requests: each is a graph. NCCL's transfers are queued one by one, with only the
