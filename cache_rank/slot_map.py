@@ -50,7 +50,7 @@ class SlotMap:
     def select(
         self, rows: BatchMetadata, layers: range, scores: Tensor, slots: Tensor, changed: Tensor
     ) -> None:
-        """Choose tokens for the step ahead of rows, with hysteresis, and give them slots.
+        """Choose the tokens of an answered step, with hysteresis, and put them into slots.
 
         The slots that tokens enter are written to `slots`, (R, len(layers), Hkv, C) int32, with -1
         as padding; `entering` says which tokens these are. How many entered, and how many must wait
