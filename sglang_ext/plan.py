@@ -20,12 +20,12 @@ from transformers import PretrainedConfig
 
 from sglang_ext import compat
 from sglang_ext.command_line import make_parser, table
+from sglang_ext.flag_parser import add_flags
 from sglang_ext.flags import (
     CONFIG_KEYS,
     LEAST_SPARSE_TOKENS,
     SPARSE_THRESHOLD,
     CacheRankFlags,
-    add_flags,
 )
 from sglang_ext.planning import GPUS, TENSOR_PARALLEL, Planner
 

@@ -18,6 +18,7 @@ from sglang.srt.server_args import (
 from sglang.srt.utils import is_flashinfer_available
 
 from sglang_ext import compat, cpu
+from sglang_ext.flag_parser import add_flags
 from sglang_ext.flags import (
     BACKEND,
     CACHE_RANK_FIELDS,
@@ -25,7 +26,6 @@ from sglang_ext.flags import (
     HEEDED_FIELDS,
     PREFILL_BACKEND,
     CacheRankFlags,
-    add_flags,
     flag_of,
 )
 from sglang_ext.ineffective_flags import warn_ineffective_flags

@@ -12,13 +12,13 @@ from parsed_args import parse
 
 from cache_rank.budget import DEFAULT_CURVE, BudgetCurve
 from cache_rank.config import CacheRankConfig, ModelShape
+from sglang_ext.flag_parser import read_config
 from sglang_ext.flags import (
     CACHE_RANK_FIELDS,
     CHECKSUM_VARIABLE,
     CONFIG_FLAG,
     CONFIG_KEYS,
     flag_of,
-    read_config,
 )
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import BUNDLED_MODEL, parse_server_args
