@@ -31,8 +31,7 @@ from sglang_ext.prefix_hooks import PREFIX_HOOKS
 from sglang_ext.reports import repeat, report
 from sglang_ext.requests import serving
 from sglang_ext.requests.bodies import CACHE_RANK
-from sglang_ext.two_ranks import inference_rank
-from sglang_ext.two_ranks import step_times as exchange_times
+from sglang_ext.two_ranks import inference_rank, step_times
 
 WHAT_A_CACHE_RANK_NEEDS = {GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS}
 """There is no cache rank while some of this memory is released.
@@ -198,7 +197,7 @@ def prepare_selection(result: None, scheduler: Any, *_: Any, **__: Any) -> None:
     if args.is_inline:
         starting.prepare(scheduler, args)
     else:
-        exchange_times.prepare(scheduler, args)
+        step_times.prepare(scheduler, args)
 
 
 def capture_both_kinds(

@@ -25,6 +25,12 @@ class StepTime(NamedTuple):
     least: float
     of_byte: float
 
+    @classmethod
+    def through(cls, short: tuple[float, float], long: tuple[float, float]) -> StepTime:
+        """The line through two measured steps: the seconds of each, and the bytes that it read."""
+        of_byte = max(0.0, long[0] - short[0]) / max(1, long[1] - short[1])
+        return cls(max(0.0, short[0] - of_byte * short[1]), of_byte)
+
     def of(self, read: float) -> float:
         """Seconds of a step that reads so many bytes of keys, values and sketches."""
         return self.least + self.of_byte * read

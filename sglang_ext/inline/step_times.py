@@ -57,14 +57,13 @@ def measure(
     sketch_bytes = selection.sketch_bytes // len(pool.k_buffer[-1])
 
     def step_time(kind: str) -> StepTime:
-        def read(tokens: int) -> int:
-            if kind != "sparse":
-                return requests * tokens * token_bytes
-            return requests * (selection.attended(tokens) * token_bytes + tokens * sketch_bytes)
+        def measured(name: str, tokens: int) -> tuple[float, int]:
+            read = tokens * token_bytes
+            if kind == "sparse":
+                read = selection.attended(tokens) * token_bytes + tokens * sketch_bytes
+            return seconds[f"{kind} {name}"], requests * read
 
-        first, last = seconds[f"{kind} short"], seconds[f"{kind} long"]
-        of_byte = max(0.0, last - first) / max(1, read(longest) - read(shortest))
-        return StepTime(max(0.0, first - of_byte * read(shortest)), of_byte)
+        return StepTime.through(measured("short", shortest), measured("long", longest))
 
     times = step_time("dense"), step_time("sparse"), token_bytes, sketch_bytes
     if verify is None:

@@ -72,9 +72,9 @@ def measure(runner: Any, rank: InferenceRank) -> Payoff | None:
     if exchanged is None:
         return None
     token_bytes = rank.config.model.bytes_per_token
-    of_byte = max(0.0, long - short) / (requests * (longest - shortest) * token_bytes)
-    dense = StepTime(max(0.0, short - of_byte * requests * shortest * token_bytes), of_byte)
-    beside = max(0.0, exchanged - dense.of(requests * attended * token_bytes))
+    of_all = requests * token_bytes
+    dense = StepTime.through((short, shortest * of_all), (long, longest * of_all))
+    beside = max(0.0, exchanged - dense.of(attended * of_all))
     # The cache rank reads keys for scores meanwhile.
     return Payoff(dense, dense._replace(least=dense.least + beside), token_bytes, sketch_bytes=0)
 
