@@ -13,10 +13,10 @@ import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
-from scripts.baselines.plugin import BaselineServerArgs
 from scripts.baselines.reference import Budget
 from scripts.baselines.selection import QUEST_PAGE, Selection, Step, attend
 from sglang_ext.dense_kernels import AroundDenseKernels
+from sglang_ext.flags import CacheRankFlags
 
 
 class BaselineAttnBackend(AroundDenseKernels):
@@ -29,15 +29,15 @@ class BaselineAttnBackend(AroundDenseKernels):
         selection: what the sparse layers attend to.
     """
 
-    def __init__(self, runner: Any, args: BaselineServerArgs) -> None:
+    def __init__(self, runner: Any, args: CacheRankFlags, decode_mode: str) -> None:
         super().__init__(runner, args.attention_backend)
         self._dense_layers = args.dense_layers
-        page = QUEST_PAGE if args.decode_mode == "quest" else 1
+        page = QUEST_PAGE if decode_mode == "quest" else 1
         attention = next(
             module for module in runner.model.modules() if type(module).__name__ == "RadixAttention"
         )
         self.selection = Selection(
-            args.decode_mode,
+            decode_mode,
             Budget.of_pages(args.sink_tokens, args.recent_tokens, args.budget_curve.most, page),
             runner.req_to_token_pool.req_to_token,
             runner.token_to_kv_pool.k_buffer[args.dense_layers :],

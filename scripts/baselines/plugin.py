@@ -83,7 +83,8 @@ def register() -> None:
 def _create_backend(runner: Any) -> Any:
     from scripts.baselines.attention import BaselineAttnBackend
 
-    _backends[:] = [BaselineAttnBackend(runner, runner.server_args)]
+    args = runner.server_args
+    _backends[:] = [BaselineAttnBackend(runner, args, args.decode_mode)]
     return _backends[0]
 
 
