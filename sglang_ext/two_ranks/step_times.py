@@ -65,10 +65,12 @@ def measure(runner: Any, rank: InferenceRank) -> Payoff | None:
     steps_at_most = _steps_until_sparse(rank) + STEPS
     if longest < shortest + steps_at_most:
         return None
-    with taking(runner, requests, longest) as rows, _all_sparse(rank):
+    with taking(runner, requests, longest) as rows:
         steps = _Steps(runner, rank, rows)
-        short, long = steps.dense(shortest), steps.dense(longest)
-        exchanged, attended = steps.sparse(shortest, steps_at_most)
+        with _sparse_from(rank, _NEVER):
+            short, long = steps.dense(shortest), steps.dense(longest)
+        with _sparse_from(rank, 0):
+            exchanged, attended = steps.sparse(shortest, steps_at_most)
     if exchanged is None:
         return None
     token_bytes = rank.config.model.bytes_per_token
@@ -88,11 +90,11 @@ def _steps_until_sparse(rank: InferenceRank) -> int:
 
 
 @contextlib.contextmanager
-def _all_sparse(rank: InferenceRank) -> Iterator[None]:
-    """Let requests be sparse from the least length on for a while, and no step be traced."""
+def _sparse_from(rank: InferenceRank, length: int) -> Iterator[None]:
+    """Let requests be sparse from a length on for a while, and no step be traced."""
     planner, step = rank.planner, rank.decode_step
     before, tracer = planner.sparse_anyway_from, step.tracer
-    planner.sparse_anyway_from, step.tracer = 0, None
+    planner.sparse_anyway_from, step.tracer = length, None
     try:
         yield
     finally:
@@ -123,7 +125,7 @@ class _Steps:
 
     def dense(self, tokens: int) -> float:
         """Seconds of a step of requests that have so many tokens and stay dense."""
-        requests = self._requests(tokens, cache_rank=False)
+        requests = self._requests(tokens)
         return min(self._time(requests, tokens) for _ in range(STEPS))
 
     def sparse(self, tokens: int, steps_at_most: int) -> tuple[float | None, int]:
@@ -146,8 +148,8 @@ class _Steps:
                 rank.on_request_freed(request)
         return min(taken[1:], default=None), attended
 
-    def _requests(self, tokens: int, **custom_params: Any) -> list[_Request]:
-        params = SimpleNamespace(custom_params=custom_params, max_new_tokens=len(self._rows[0]))
+    def _requests(self, tokens: int) -> list[_Request]:
+        params = SimpleNamespace(custom_params=None, max_new_tokens=len(self._rows[0]))
         return [_Request(slot, params, range(tokens)) for slot in range(len(self._rows))]
 
     @torch.inference_mode()
