@@ -122,7 +122,7 @@ class Selection:
         Returns:
             (B, Hkv, tokens) int32, rows of the pool; see `select_rows`.
         """
-        heads = self._codes.shape[1]
+        heads = self._codes.shape[2]
         width = self._sinks + self.curve.most + self._recent
         picked = slots.new_empty((len(queries), heads, width), dtype=torch.int32)
         for start in range(0, len(queries), REQUESTS_AT_ONCE):
@@ -176,9 +176,9 @@ class Selection:
 
 
 def make_codes(args: CacheRankFlags, heads: Heads, rows: int, device: torch.device) -> Tensor:
-    """Make room for the sketches of pool rows: (layers, Hkv, rows, bytes) uint8."""
+    """Make room for the sketches of pool rows: (layers, rows, Hkv, bytes) uint8."""
     size = sketch_shape(heads.head_dim, args.sketch_bits).bytes
-    return torch.empty((heads.layers, heads.kv_heads, rows, size), dtype=torch.uint8, device=device)
+    return torch.empty((heads.layers, rows, heads.kv_heads, size), dtype=torch.uint8, device=device)
 
 
 def bytes_beside_sketches(

@@ -59,12 +59,12 @@ def test_keys_are_encoded_into_their_rows(
     projected = torch.randn(count, 2 * kv_heads + 3, head_dim, device=device).to(dtype)
     keys = projected[:, 3 : 3 + kv_heads]  # between queries and values
     rows = torch.randperm(100)[:count].to(device, index)
-    found = torch.full((kv_heads, 100, shape.bytes), UNTOUCHED, dtype=torch.uint8, device=device)
+    found = torch.full((100, kv_heads, shape.bytes), UNTOUCHED, dtype=torch.uint8, device=device)
     expected = found.clone()
     triton.encode_rows(keys, rows, sketch, shape, found)
     reference.encode_rows(keys, rows, sketch, shape, expected)
     others = torch.ones(100, dtype=torch.bool, device=device).index_fill(0, rows.long(), False)
-    assert bool((found[:, others] == UNTOUCHED).all())
+    assert bool((found[others] == UNTOUCHED).all())
     # A key between two codes may get either, as float32 or float64 decide.
     assert int((found != expected).sum()) <= 1e-4 * count * kv_heads * shape.bytes
 
@@ -105,7 +105,7 @@ def decode_step(
     table = torch.randperm(slot_count * context).to(torch.int32).view(slot_count, context)
     # Random numbers of the CPU, so that all devices have the same.
     keys = torch.randn(table.numel(), kv_heads, head_dim).to(device)
-    codes = torch.empty((kv_heads, len(keys), shape.bytes), dtype=torch.uint8, device=device)
+    codes = torch.empty((len(keys), kv_heads, shape.bytes), dtype=torch.uint8, device=device)
     rows = torch.arange(len(keys), device=device)
     reference.encode_rows(keys, rows, sketch, shape, codes)
     projected = torch.randn(len(lengths), (group + 2) * kv_heads, head_dim).to(device)
@@ -127,7 +127,7 @@ def decode_step(
 def selected(module: ModuleType, step: Step, capacity: int) -> tuple[Tensor, RowScratch]:
     """What a version of `select_rows` picks, (B, Hkv, attended), and its scratch."""
     requests, query_heads, _ = step.queries.shape
-    kv_heads = len(step.codes)
+    kv_heads = step.codes.shape[1]
     size = (requests + 1, query_heads, kv_heads, capacity)  # one more than it takes
     scratch = module.row_scratch(*size, step.codes)
     scratch.keys.fill_(UNTOUCHED)
@@ -143,7 +143,7 @@ def selected(module: ModuleType, step: Step, capacity: int) -> tuple[Tensor, Row
 
 def scored(step: Step, capacity: int) -> Tensor:
     """The keys by which Triton picks, (B, Hkv, capacity)."""
-    requests, kv_heads = len(step.queries), len(step.codes)
+    requests, kv_heads = len(step.queries), step.codes.shape[1]
     keys = keys_of(selected(triton, step, capacity)[1].keys)[: requests * kv_heads, :capacity]
     return keys.unflatten(0, (requests, kv_heads))
 
@@ -153,14 +153,14 @@ def expected_keys(step: Step, request: int) -> Tensor:
     queries = step.queries[request].float().unsqueeze(0)
     rows = step.row_table[step.slots[request], : int(step.lengths[request]) - 1].long()
     weights = query_weights(queries, step.sketch, step.scale)[0]
-    return reference.score_rows(weights, step.codes[:, rows]).int()
+    return reference.score_rows(weights, step.codes[rows].transpose(0, 1)).int()
 
 
 def rounding_of(step: Step) -> float:
     """How far keys may lie apart, as logits are rounded to float16, and weights to integers."""
     queries = step.queries.float()
     weights = query_weights(queries.unsqueeze(1), step.sketch, step.scale)[:, 0]
-    logits = weights @ unpack_int2(step.codes).mT
+    logits = weights @ unpack_int2(step.codes.transpose(0, 1)).mT
     return float(logits.abs().max()) * KEY_UNIT * 2.0**-11 + 1
 
 
@@ -182,6 +182,8 @@ FEW = [258, SPARSE_FROM - 1, SPARSE_FROM, 129], [MOST, MOST, MOST, 7]
         (EDGES, (1, 1, 64, 2, torch.float16, torch.int32)),
         (FEW, (2, 4, 128, 2, torch.bfloat16, torch.int64)),
         (FEW, (3, 3, 64, 1, torch.float32, torch.int64)),
+        (FEW, (4, 2, 64, 2, torch.bfloat16, torch.int64)),
+        (FEW, (4, 5, 64, 1, torch.float16, torch.int32)),
         (FEW, (1, 16, 64, 4, torch.bfloat16, torch.int32)),
         (FEW, (1, 8, 256, 2, torch.bfloat16, torch.int64)),
         (FEW, (1, 2, 128, 3, torch.float16, torch.int64)),

@@ -60,9 +60,10 @@ def encode_rows(
         keys: (n, Hkv, D), any strides but that of D, any float dtype.
         rows: (n,) int32 or int64.
         sketch, shape: of the layer.
-        codes: (Hkv, pool rows, bytes) uint8, written in place.
+        codes: (pool rows, Hkv, bytes) uint8, written in place.
     """
-    codes[:, rows.long()] = encode_keys(keys.transpose(0, 1).unsqueeze(0), sketch, shape)[0]
+    of_heads = encode_keys(keys.transpose(0, 1).unsqueeze(0), sketch, shape)[0]
+    codes[rows.long()] = of_heads.transpose(0, 1)
 
 
 def select_rows(
@@ -85,7 +86,7 @@ def select_rows(
 
     Args:
         queries: (B, Hq, D), any float dtype and any stride of B.
-        codes: (Hkv, pool rows, bytes) uint8. The current token's need not be there yet.
+        codes: (pool rows, Hkv, bytes) uint8. The current token's need not be there yet.
         sketch, shape: of the layer.
         row_table: (slots, context) int32, where the tokens of each slot lie in the pool.
         slots: (B,) the slot of each request.
@@ -109,7 +110,7 @@ def select_rows(
             continue
         rows = row_table[slot, :length].long()
         weights = query_weights(queries[request].float().unsqueeze(0), sketch, scale)[0]
-        keys = score_rows(weights, codes[:, rows[:-1]])
+        keys = score_rows(weights, codes[rows[:-1]].transpose(0, 1))
         attended = rows[pick(keys, length, sinks, recent, budget)]
         out[request, :, : attended.shape[-1]] = attended
 

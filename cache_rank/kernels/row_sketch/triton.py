@@ -28,13 +28,22 @@ from cache_rank.kernels.sketch.products import load_weights, logits_of, weigh_el
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
 from cache_rank.kernels.sketch.triton import Launch
 
-LAUNCH = Launch(block=128, chunk=1024, warps=2, stages=5)
+LAUNCH = Launch(block=64, chunk=512, warps=2, stages=5)
 """How logits are spread over a GPU.
 
 A block waits for its rows and then for the sketches in them, so that five stages are two blocks of
 each under way. Programs of less than four warps multiply by instructions of a warp, whose results
 nobody has to wait for.
 """
+
+_BYTES_READ = 64
+"""Memory is read in pieces of so many bytes.
+
+Requests that decode together take turns in the pool's rows, and the neighbours of a token's sketch
+are those of its other heads. So a program scores as many heads as fill a piece."""
+
+_MOST_QUERIES = 16
+"""Of several KV heads, a program has at most so many query heads, whose sums are in registers."""
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -51,7 +60,7 @@ def encode_rows(
     assert rows.stride(0) == 1
     assert len(rows) == count
     assert codes.is_contiguous()
-    assert codes.shape[2] == shape.bytes
+    assert codes.shape[1:] == (kv_heads, shape.bytes)
     assert sketch.keys.is_contiguous()
     assert sketch.keys.shape == (1, kv_heads, shape.channels, head_dim)
     _encode[encode_grid(count, kv_heads, shape)](
@@ -61,8 +70,8 @@ def encode_rows(
         rows,
         codes,
         count,
-        codes.shape[1],
         *keys.stride()[:2],
+        KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         FINE=shape.fine,
         COARSE=shape.coarse,
@@ -89,7 +98,7 @@ def select_rows(
 ) -> None:
     """See the reference. Four launches; D is a power of two, and G is at most 16."""
     requests, query_heads, head_dim = queries.shape
-    kv_heads, pool_rows, size = codes.shape
+    kv_heads, size = codes.shape[1:]
     group, capacity = query_heads // kv_heads, scratch.logits.shape[2]
     padded = triton.next_power_of_2(group)
     units, chunks = requests * kv_heads, triton.cdiv(capacity, LAUNCH.chunk)
@@ -105,7 +114,9 @@ def select_rows(
 
     of_one_layer = queries.unsqueeze(1)
     weigh_elements(of_one_layer, sketch, 0, scale, scratch.weights)
-    _score[(chunks, units)](
+    heads = _heads_at_once(kv_heads, size, padded)
+    width = max(32, triton.next_power_of_2(heads * size))  # the matrix unit takes 32 bytes at once
+    _score[(chunks * kv_heads // heads, requests)](
         scratch.weights,
         codes,
         row_table,
@@ -114,17 +125,17 @@ def select_rows(
         sparse_from,
         scratch.logits,
         scratch.sums,
-        pool_rows,
         row_table.stride(0),
         capacity,
         KV_HEADS=kv_heads,
+        HEADS=heads,
         GROUP=group,
         PADDED=padded,
         CHUNK=LAUNCH.chunk,
         SIZE=size,
-        WIDTH=max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
+        WIDTH=width,
         BLOCK=LAUNCH.block,
-        COLUMNS=int8_columns(of_one_layer, out.unsqueeze(1)),
+        COLUMNS=int8_columns(of_one_layer, out.unsqueeze(1), heads),
         STAGES=LAUNCH.stages,
         INTERPRETED=not queries.is_cuda,
         num_warps=LAUNCH.warps,
@@ -143,6 +154,18 @@ def select_rows(
         scratch,
         out,
     )
+
+
+def _heads_at_once(kv_heads: int, size: int, padded: int) -> int:
+    """How many KV heads a program scores, whose sketches, of so many bytes, are neighbours."""
+    heads = 1
+    while (
+        kv_heads % (2 * heads) == 0
+        and 2 * heads * size <= _BYTES_READ
+        and 2 * heads * padded <= _MOST_QUERIES
+    ):
+        heads *= 2
+    return heads
 
 
 def row_scratch(
@@ -169,9 +192,9 @@ def _encode(
     rows,
     codes,
     count,
-    pool_rows,
     token_stride,
     head_stride,
+    KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FINE: tl.constexpr,
     COARSE: tl.constexpr,
@@ -191,7 +214,7 @@ def _encode(
         key,
         maps + channel * HEAD_DIM,
         shift + channel,
-        codes + (head * pool_rows + row) * SIZE,
+        codes + (row * KV_HEADS + head) * SIZE,
         is_token,
         FINE,
         COARSE,
@@ -210,10 +233,10 @@ def _score(
     sparse_from,
     logits,
     sums,
-    pool_rows,
     table_stride,
     capacity,
     KV_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -225,10 +248,12 @@ def _score(
     INTERPRETED: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program computes the logits of CHUNK tokens of a unit."""
+    """One program computes the logits of CHUNK tokens of HEADS units."""
     let_dependents_start(DEPENDENT)
-    chunk, unit = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    request, head = unit // KV_HEADS, unit % KV_HEADS
+    chunk = tl.program_id(0) // (KV_HEADS // HEADS)
+    head = tl.program_id(0) % (KV_HEADS // HEADS) * HEADS
+    request = tl.program_id(1).to(tl.int64)
+    unit = request * KV_HEADS + head
     slot = tl.load(slots + request).to(tl.int64)
     length = tl.load(lengths + request).to(tl.int32)
     start, scored = chunk * CHUNK, length - 1
@@ -236,41 +261,48 @@ def _score(
     wait_for_kernel_ahead(DEPENDENT)
     if start < scored:
         # Weights are loaded while it is looked up whether the request is sparse.
-        own_weights, weight_unit = load_weights(
-            weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS
+        own_weights, weight_scale = load_weights(
+            weights + unit * GROUP * 4 * SIZE, GROUP, PADDED, SIZE, WIDTH, COLUMNS, HEADS
         )
         if length >= least:
             rows = row_table + slot * table_stride
-            own_codes = codes + head * pool_rows * SIZE
+            own_codes = codes + head * SIZE
             unit_logits = logits + unit * capacity * PADDED
             stop = tl.minimum(start + CHUNK, scored)
-            byte, heads = tl.arange(0, WIDTH), tl.arange(0, PADDED)
-            greatest = tl.full((BLOCK, PADDED), _LEAST_LOGIT, tl.float32)
-            total = tl.zeros((BLOCK, PADDED), tl.float32)
+            byte, query = tl.arange(0, WIDTH), tl.arange(0, HEADS * PADDED)
+            greatest = tl.full((BLOCK, HEADS * PADDED), _LEAST_LOGIT, tl.float32)
+            total = tl.zeros((BLOCK, HEADS * PADDED), tl.float32)
             for block in tl.range(start, stop, BLOCK, num_stages=STAGES):
                 token = block + tl.arange(0, BLOCK)
                 # Behind the last token it is row 0, whose logits are not stored.
                 row = tl.load(rows + token, mask=token < stop, other=0).to(tl.int64)
-                at = (row * SIZE)[:, None] + byte[None, :]
-                if SIZE == WIDTH:
+                at = (row * KV_HEADS * SIZE)[:, None] + byte[None, :]
+                if HEADS * SIZE == WIDTH:
                     packed = tl.load(own_codes + at)
                 else:
-                    packed = tl.load(own_codes + at, mask=(byte < SIZE)[None, :], other=0)
+                    packed = tl.load(own_codes + at, mask=(byte < HEADS * SIZE)[None, :], other=0)
                 logit = logits_of(
-                    packed, own_weights, weight_unit, PADDED, BLOCK, COLUMNS, INTERPRETED
+                    packed,
+                    own_weights,
+                    weight_scale,
+                    HEADS * PADDED,
+                    BLOCK,
+                    COLUMNS,
+                    INTERPRETED,
                 )
                 # Those behind the last token are nobody's.
                 rounded = tl.clamp(logit, -65504.0, 65504.0).to(tl.float16)
-                tl.store(unit_logits + heads[None, :] * capacity + token[:, None], rounded)
+                tl.store(unit_logits + query[None, :] * capacity + token[:, None], rounded)
                 # Not the mask of the rows, which threads would have to tell each other.
                 is_token = tl.arange(0, BLOCK) < stop - block
                 logit = tl.where(is_token[:, None], logit * _LOG2_E, _LEAST_LOGIT)
                 greatest, total = _add_exponentials(greatest, total, logit)
-            share = sums + (unit * tl.cdiv(capacity, CHUNK) + chunk) * 2 * PADDED
+            share = (unit + query // PADDED) * tl.cdiv(capacity, CHUNK) + chunk
+            target = sums + share * 2 * PADDED + query % PADDED
             of_chunk = tl.max(greatest, axis=0)
             total = tl.sum(total * tl.exp2(greatest - of_chunk[None, :]), axis=0)
-            tl.store(share + heads, of_chunk)
-            tl.store(share + PADDED + heads, total)
+            tl.store(target, of_chunk)
+            tl.store(target + PADDED, total)
 
 
 @triton.jit

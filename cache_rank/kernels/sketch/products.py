@@ -120,37 +120,44 @@ def load_weights(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    UNITS: tl.constexpr = 1,
 ):
-    """Load the weights of a unit's elements, each split into two int8.
+    """Load the weights of the elements of some units, each split into two int8.
+
+    Of several units the sketches of a token lie one behind the other, and the weights of each are
+    zero in the bytes of the others.
 
     Returns:
-        weights: for each of the four elements of a byte, (WIDTH, PADDED * COLUMNS) int8.
-        unit: (PADDED,) float32, what 1 in the lower int8 of a head stands for.
+        weights: for each of the four elements of a byte, (WIDTH, UNITS * PADDED * COLUMNS) int8.
+        scale: (UNITS * PADDED,) float32, what 1 in the lower int8 of a head stands for.
     """
-    column, byte = tl.arange(0, PADDED * COLUMNS), tl.arange(0, WIDTH)
-    at = unit_weights + (column // COLUMNS)[:, None] * (4 * SIZE) + byte[None, :]
-    is_weight = holds_int8(column, GROUP, COLUMNS)[:, None] & (byte < SIZE)[None, :]
-    # [PADDED * COLUMNS, WIDTH] each
+    column = tl.arange(0, UNITS * PADDED * COLUMNS)
+    unit, of_unit = column // (PADDED * COLUMNS), column % (PADDED * COLUMNS)
+    byte = tl.arange(0, WIDTH)[None, :] - unit[:, None] * SIZE
+    query = unit * GROUP + of_unit // COLUMNS
+    at = unit_weights + query[:, None] * (4 * SIZE) + byte
+    is_weight = holds_int8(of_unit, GROUP, COLUMNS)[:, None] & (byte >= 0) & (byte < SIZE)
+    # [UNITS * PADDED * COLUMNS, WIDTH] each
     w0 = tl.load(at, mask=is_weight, other=0.0)
     w1 = tl.load(at + SIZE, mask=is_weight, other=0.0)
     w2 = tl.load(at + 2 * SIZE, mask=is_weight, other=0.0)
     w3 = tl.load(at + 3 * SIZE, mask=is_weight, other=0.0)
     largest = tl.maximum(tl.maximum(tl.abs(w0), tl.abs(w1)), tl.maximum(tl.abs(w2), tl.abs(w3)))
-    unit = unit_of_rows(tl.max(largest, axis=1))
+    scale = unit_of_rows(tl.max(largest, axis=1))
     weights = (
-        tl.trans(split_int8(w0 / unit[:, None], COLUMNS)),
-        tl.trans(split_int8(w1 / unit[:, None], COLUMNS)),
-        tl.trans(split_int8(w2 / unit[:, None], COLUMNS)),
-        tl.trans(split_int8(w3 / unit[:, None], COLUMNS)),
+        tl.trans(split_int8(w0 / scale[:, None], COLUMNS)),
+        tl.trans(split_int8(w1 / scale[:, None], COLUMNS)),
+        tl.trans(split_int8(w2 / scale[:, None], COLUMNS)),
+        tl.trans(split_int8(w3 / scale[:, None], COLUMNS)),
     )
-    return weights, unit_of_heads(unit, COLUMNS, PADDED)
+    return weights, unit_of_heads(scale, COLUMNS, UNITS * PADDED)
 
 
 @triton.jit
 def logits_of(
     packed,
     weights,
-    unit,
+    scale,
     PADDED: tl.constexpr,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -158,10 +165,10 @@ def logits_of(
 ):
     """The logits of sketches, (BLOCK, WIDTH) uint8: (BLOCK, PADDED) float32.
 
-    For `weights` and `unit` see `load_weights`.
+    For `weights` and `scale` see `load_weights`.
     """
     products = tl.zeros((BLOCK, PADDED * COLUMNS), tl.int32)
     for index in tl.static_range(4):
         elements = unpack_codes(packed, index, 2, INTERPRETED)  # [BLOCK, WIDTH]
         products = tl.dot(elements, weights[index], products, out_dtype=tl.int32)
-    return sum_int8_products(products, COLUMNS, PADDED, BLOCK) * unit[None, :]
+    return sum_int8_products(products, COLUMNS, PADDED, BLOCK) * scale[None, :]
