@@ -102,7 +102,13 @@ def merge_config_file(parser: Any, arguments: list[str]) -> list[str]:
 ABSENT_FLAGS = (
     frozenset()
     if IS_NEW
-    else frozenset({"--startup-weight-load-mode", "--enable-unified-cache-external-linker"})
+    else frozenset(
+        {
+            "--startup-weight-load-mode",
+            "--enable-unified-cache-external-linker",
+            "--enable-pd-role-switch",
+        }
+    )
 )
 """Flags that are refused, and that the old release does not have."""
 
@@ -116,6 +122,15 @@ def serves_without_python() -> bool:
 
 HAS_GRAMMARS_ON_CPUS = IS_NEW
 """In the old release a request with a grammar ends the scheduler of a CPU engine."""
+
+
+def keep_retracted_in_tensors(args: Any) -> None:
+    """Let a decode server on a CPU keep retracted requests as the old release does.
+
+    The new one has a pool of pinned memory for them, which needs a GPU.
+    """
+    if IS_NEW:
+        args.disaggregation_decode_retraction_backup = "cpu_tensor"
 
 
 # Pools and requests.

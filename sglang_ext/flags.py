@@ -33,6 +33,17 @@ ALGORITHM = "CACHE_RANK"
 DRAFT_TOKENS, MOST_DRAFT_TOKENS = 9, 33
 """Tokens of a verification, one of which is no draft: by default, and at most."""
 
+TRANSFERS = "coded"
+"""The name under which SGLang knows our transfer backend."""
+
+WIRE_CODES = "wire_codes"
+"""The key of a request's `custom_params` that names the codes in which its K and V travel."""
+
+WIRE_FORMATS = tuple(
+    name for name, residency in FORMATS.items() if residency.tail_tokens() is not None
+)
+"""Formats whose pages can be read alone."""
+
 _DEFAULTS = CacheRankConfig(ModelShape(1, 1, 1, 8, "bfloat16", 1.0))
 """What the cache rank does unless it is told otherwise is the default of a flag, too."""
 
@@ -167,6 +178,13 @@ class CacheRankFlags(ServerArgs):
         Literal["model", "int4"],
         Arg(help="Weights of drafts: the model's, or a copy of its linear layers with 4 bits."),
     ] = "model"
+    wire_codes: A[
+        str,
+        Arg(
+            help="Codes in which a prefill server sends K and V: bf16, as they are, quantspec, "
+            "hack or lynx; a format may have options, as in hack:bits=2."
+        ),
+    ] = "bf16"
     cache_rank_timeout: A[
         float, Arg(help="Seconds without an answer after which a cache rank counts as down.")
     ] = 5.0
@@ -229,7 +247,7 @@ class CacheRankFlags(ServerArgs):
     def placement(self) -> str:
         """Where tokens are selected: `inline`, `process` or `off`."""
         if self.cache_rank_gpus is None:
-            return "inline"
+            return "off" if self.disaggregation_mode == "prefill" else "inline"
         return "process" if self.cache_rank_gpus > 0 else "off"
 
     @property
@@ -246,6 +264,12 @@ class CacheRankFlags(ServerArgs):
     def is_sparse(self) -> bool:
         """Whether long requests decode sparsely at all."""
         return self.placement != "off"
+
+    @property
+    def transfers_codes(self) -> bool:
+        """Whether prompts are prefilled by one server and decoded by another, by our transfers."""
+        ours = self.disaggregation_transfer_backend == TRANSFERS
+        return ours and self.disaggregation_mode != "null"
 
     @property
     def budget_curve(self) -> BudgetCurve:
@@ -359,6 +383,9 @@ HEEDED_FIELDS = {
     "off": {"cache_rank_gpus", "allow_untested_sglang"},
 }
 """By the placement, those of our fields that have an effect."""
+
+TRANSFER_FIELDS = {"wire_codes", "cache_rank_address"}
+"""Those that have one with our transfers."""
 
 
 _SHARED_FIELDS = {*CACHE_RANK_FIELDS} & {*CacheRankConfig.__struct_fields__} - {

@@ -1,7 +1,7 @@
 """Every place where we touch SGLang's internals: target, kind of hook, function, and why.
 
-Those of its KV pool are in `pool_hooks.py`, those of its prefix cache in `prefix_hooks.py`, and
-those of drafts in `drafts/hooks.py`.
+Those of its KV pool are in `pool_hooks.py`, those of its prefix cache in `prefix_hooks.py`, those
+of drafts in `drafts/hooks.py`, and those of transfers in `disaggregation/hooks.py`.
 
 A target names the function of SGLang, and the reason says what that function does. Hooks change
 nothing on a server that decodes densely, but refuse `custom_params` that are not ours to read.
@@ -23,6 +23,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_ext import compat, cpu, selecting
 from sglang_ext.calibration.serving import CALLS
+from sglang_ext.disaggregation.hooks import transfer_hooks
 from sglang_ext.drafts.hooks import DRAFT_HOOKS
 from sglang_ext.hook import DECODE_GRAPHS, Hook, sparse_args, verifies
 from sglang_ext.inline import starting
@@ -382,6 +383,7 @@ _ALL_HOOKS = (
     ),
     *PREFIX_HOOKS,
     *DRAFT_HOOKS,
+    *transfer_hooks(end_sequence),
 )
 
 HOOKS = tuple(hook for hook in _ALL_HOOKS if hook.is_there)

@@ -15,6 +15,7 @@ def register() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry
 
+    from sglang_ext.disaggregation import names
     from sglang_ext.drafts import algorithm
     from sglang_ext.flags import BACKEND, PREFILL_BACKEND
     from sglang_ext.hooks import HOOKS, add_calls
@@ -22,6 +23,7 @@ def register() -> None:
     register_attention_backend(BACKEND)(_create_backend)
     register_attention_backend(PREFILL_BACKEND)(_create_backend)
     algorithm.register()
+    names.register()
     for hook in HOOKS:
         HookRegistry.register(hook.target, hook.function, hook.kind)
     add_calls()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from sglang.srt.server_args import (
     ATTENTION_BACKEND_CHOICES,
     ServerArgs,
     add_attention_backend_choices,
+    add_disagg_transfer_backend_choices,
 )
 from sglang.srt.utils import is_flashinfer_available
 
@@ -25,6 +27,8 @@ from sglang_ext.flags import (
     DRAFT_TOKENS,
     HEEDED_FIELDS,
     PREFILL_BACKEND,
+    TRANSFER_FIELDS,
+    TRANSFERS,
     CacheRankFlags,
     flag_of,
 )
@@ -66,9 +70,13 @@ class CacheRankServerArgs(CacheRankFlags):
     def _resolve(self, let_sglang: Callable[[], None]) -> None:
         """Check what is given, and choose what is not, before SGLang does and after."""
         refuse_untested_sglang(self)
+        if self.transfers_codes:
+            self._set_for_transfers()
         if not self.is_sparse:
             self._say_ignored("without a cache rank these have no effect")
             let_sglang()
+            if self.transfers_codes:
+                self._refuse_model_of_transfers()
             return
         self._refuse_arguments()
         say_unknown(self)
@@ -121,6 +129,11 @@ class CacheRankServerArgs(CacheRankFlags):
         refuse(self, models.inline(self) if self.is_inline else models.exchange(self))
         refuse(self, models.calibration(self))
 
+    def _refuse_model_of_transfers(self) -> None:
+        from sglang_ext.refusals import models
+
+        refuse(self, models.transfers(self))
+
     def _choose_schedule(self) -> None:
         """Choose how queries are predicted, and the layers of a group, where the user does not."""
         model = compat.model_config(self)
@@ -150,6 +163,14 @@ class CacheRankServerArgs(CacheRankFlags):
             why = "--inference-kv working-set frees the rows that could be reused; full keeps them"
             self._set("disable_radix_cache", True, why)
         self._set("page_size", 1, "tokens are selected one by one")
+
+    def _set_for_transfers(self) -> None:
+        refuse(self, servers.transfers(self))
+        self._set_missing("page_size", 1, "rows of tokens travel")
+        if not self.on_gpu:
+            # It records an event of a GPU.
+            os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
+            compat.keep_retracted_in_tensors(self)
 
     def _set_for_drafts(self) -> None:
         # Imported here: a refused flag need not wait for it.
@@ -202,6 +223,7 @@ class CacheRankServerArgs(CacheRankFlags):
     def _say_ignored(self, why: str) -> None:
         """Log which of our flags are not at their defaults and have no effect."""
         defaults, heeded = compat.default_values(type(self)), HEEDED_FIELDS[self.placement]
+        heeded = heeded | TRANSFER_FIELDS if self.transfers_codes else heeded
         ignored = [
             flag_of(field)
             for field in CACHE_RANK_FIELDS
@@ -281,6 +303,7 @@ def argument_parser(
     """Make a parser of SGLang's flags, with ours under a heading of their own."""
     if BACKEND not in ATTENTION_BACKEND_CHOICES:
         add_attention_backend_choices([BACKEND, PREFILL_BACKEND])
+        add_disagg_transfer_backend_choices([TRANSFERS])
     parser = _parser_of_ours(kind)
     ServerArgs.add_cli_args(parser)
     return parser

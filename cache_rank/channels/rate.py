@@ -12,12 +12,14 @@ LINK_GBPS_VARIABLE = "CACHE_RANK_LINK_GBPS"
 class RateLimit:
     """Lets what is sent wait until a link of this speed would have carried it."""
 
-    def __init__(self, gbps: float | None) -> None:
+    def __init__(self, gbps: float | None, slack: float = 0.0) -> None:
+        """Begin; a sender that was late by up to `slack` seconds may catch up."""
         self._seconds_a_byte = 8e-9 / gbps if gbps else 0.0
         self._carried = 0.0
+        self._slack = slack
 
     @classmethod
-    def of_environment(cls) -> RateLimit:
+    def of_environment(cls, slack: float = 0.0) -> RateLimit:
         """The limit that the environment sets, if any.
 
         Raises:
@@ -31,10 +33,10 @@ class RateLimit:
             gbps = 0.0
         if not gbps > 0:
             raise ValueError(f"{LINK_GBPS_VARIABLE}={text}: no positive number of Gbit/s")
-        return cls(gbps)
+        return cls(gbps, slack)
 
     def wait(self, sent_bytes: int) -> None:
         """Wait until so many bytes more are carried."""
         now = time.monotonic()
-        self._carried = max(now, self._carried) + sent_bytes * self._seconds_a_byte
+        self._carried = max(now - self._slack, self._carried) + sent_bytes * self._seconds_a_byte
         time.sleep(max(0.0, self._carried - now))

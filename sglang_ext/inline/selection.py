@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +99,15 @@ class Selection:
     def encode(self, layer: int, keys: Tensor, rows: Tensor) -> None:
         """Encode keys, (n, Hkv, D), that are written to pool rows, (n,)."""
         encode_rows(keys, rows, self._sketches[layer], self._shape, self._codes[layer])
+
+    def encode_pool_rows(self, keys: Sequence[Tensor], rows: Tensor) -> None:
+        """Encode keys that lie in pool rows, (n,) int64, as their prefill would have.
+
+        Args:
+            keys: (pool rows, Hkv, D) of all layers, dense ones among them.
+        """
+        for layer, buffer in enumerate(keys[len(keys) - self.layers :]):
+            self.encode(layer, buffer.index_select(0, rows), rows)
 
     def begin_step(self, lengths: Tensor) -> None:
         """Set the budgets of a decode step, (B,) lengths, current tokens included.

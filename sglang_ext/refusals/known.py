@@ -49,6 +49,8 @@ KNOWN = frozenset(
     speculative_algorithm speculative_num_draft_tokens speculative_num_steps
     speculative_eagle_topk
 
+    disaggregation_mode disaggregation_transfer_backend disaggregation_bootstrap_port
+
     log_level log_level_http log_requests log_requests_level log_requests_format
     log_requests_target uvicorn_access_log_exclude_prefixes crash_dump_folder show_time_cost
     decode_log_interval gc_warning_threshold_secs enable_request_time_stats_logging

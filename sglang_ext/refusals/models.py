@@ -53,6 +53,13 @@ def sparse_decode(args: CacheRankFlags) -> Iterator[Objection]:
         yield Objection("--dense-layers", why, f"lower it, or {PLAIN}")
 
 
+def transfers(args: CacheRankFlags) -> Iterator[Objection]:
+    """Object to a model whose K and V do not lie in the rows of one plain pool."""
+    if (why := _why_not(args, compat.model_config(args))) is not None:
+        remedy = "serve it without --disaggregation-transfer-backend"
+        yield Objection("--model-path", why, remedy)
+
+
 def exchange(args: CacheRankFlags) -> Iterator[Objection]:
     """Object to what a cache rank in a process of its own cannot do with the model."""
     model = compat.model_config(args)

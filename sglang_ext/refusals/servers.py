@@ -12,14 +12,18 @@ import psutil
 import torch
 from sglang.srt.environ import envs
 
+from cache_rank.channels.rate import RateLimit
 from cache_rank.config import ModelShape
 from sglang_ext import compat, cpu
+from sglang_ext.disaggregation.codec import codes_of
+from sglang_ext.disaggregation.wire import secret_of_environment
 from sglang_ext.flags import (
     ALGORITHM,
     BACKEND,
     MOST_DRAFT_TOKENS,
     PREFILL_BACKEND,
     SGLANG_FIELDS,
+    TRANSFERS,
     CacheRankFlags,
     field_of,
     flag_of,
@@ -49,7 +53,9 @@ SPARSE_DECODE_FLAGS = {
 
 EXCHANGE_FLAGS = {
     "--tp-size --pp-size --dp-size --nnodes": "a model is served by one GPU of one machine yet",
-    "--disaggregation-mode": "prefill and decode on separate servers are not supported",
+    "--disaggregation-mode": (
+        "requests that lose a cache rank are prefilled again, by the server that decodes them"
+    ),
     "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache --enable-flexkv "
     "--enable-session-radix-cache --enable-unified-cache-external-linker": (
         "only SGLang's own radix cache, in the KV pool, is told what was computed densely"
@@ -71,7 +77,6 @@ INLINE_FLAGS = {
     "--moe-a2a-backend --moe-dense-tp-size": (
         "ranks agree on a batch beforehand, and do not on the prompts that sketches are fitted to"
     ),
-    "--disaggregation-mode": "K and V that another server computes have no sketches",
     "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache --enable-flexkv "
     "--enable-session-radix-cache --enable-unified-cache-external-linker": (
         "K and V that come back to the pool have no sketches"
@@ -86,6 +91,16 @@ DRAFTS_FLAGS = {
     "--speculative-attention-mode": "the model itself drafts, by selected tokens",
 }
 """Flags that drafts do not allow, and why."""
+
+TRANSFER_FLAGS = {
+    "--tp-size --pp-size --dp-size --nnodes": "K and V travel between one GPU and another",
+    "--disaggregation-decode-enable-radix-cache --disaggregation-decode-enable-offload-kvcache "
+    "--enable-hierarchical-cache --enable-hisparse --enable-pd-role-switch": (
+        "K and V come to the rows of SGLang's usual KV pool, for one request"
+    ),
+    "--speculative-algorithm": "K and V of drafts do not travel",
+}
+"""Flags that our transfers do not allow, and why."""
 
 GPU_VARIABLES = {
     "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING": "the KV pool gets its size after what is sized by it",
@@ -186,6 +201,10 @@ def exchange(args: CacheRankFlags) -> Iterator[Objection]:
 def inline(args: CacheRankFlags) -> Iterator[Objection]:
     """Object to what selection in SGLang's own process does not allow."""
     yield from of_flags(args, INLINE_FLAGS)
+    if args.disaggregation_mode != "null" and not args.transfers_codes:
+        why = "K and V that come by this have no sketches"
+        remedy = f"pass --disaggregation-transfer-backend {TRANSFERS}, or {PLAIN}"
+        yield Objection("--disaggregation-transfer-backend", why, remedy)
     if args.inference_kv == "working-set":
         why = "rows of the KV pool are freed only where a cache rank holds their K and V"
         yield Objection("--inference-kv", why, "pass --cache-rank-gpus 1")
@@ -207,6 +226,27 @@ def inline(args: CacheRankFlags) -> Iterator[Objection]:
     if args.recent_tokens < 1:
         yield Objection("--recent-tokens", "the current token is one of them", "pass 1 or more")
     yield from _threshold(args)
+
+
+def transfers(args: CacheRankFlags) -> Iterator[Objection]:
+    """Object to what a server of one half of a disaggregation does not allow."""
+    yield from of_flags(args, TRANSFER_FLAGS)
+    if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
+        yield Objection("--kv-cache-dtype", "codes are made of the model's dtype")
+    if args.page_size not in (None, 1):
+        yield Objection("--page-size", "rows of tokens travel, so a page holds one token")
+    try:
+        codes_of(args.wire_codes, ANY_SHAPE)
+    except ValueError as error:
+        yield Objection("--wire-codes", str(error), "pass bf16, quantspec, hack or lynx")
+    if not _can_bind(args.cache_rank_address):
+        remedy = f"pass the address of one of its interfaces, or {DROP} for loopback"
+        yield Objection("--cache-rank-address", "this machine has no such address", remedy)
+    try:
+        secret_of_environment()
+        RateLimit.of_environment()
+    except ValueError as error:
+        raise UnsupportedError(f"{error}. Both servers are given the same.") from error
 
 
 def _drafts(args: CacheRankFlags) -> Iterator[Objection]:

@@ -14,7 +14,8 @@ from parsed_args import Make, pretend_gpus
 from sglang.srt.environ import envs
 
 from sglang_ext import compat
-from sglang_ext.flags import BACKEND, CONFIG_KEYS, field_of, flag_of
+from sglang_ext.disaggregation.wire import SECRET_VARIABLE
+from sglang_ext.flags import BACKEND, CONFIG_KEYS, TRANSFERS, field_of, flag_of
 from sglang_ext.refusals import PLAIN, Objection, UnsupportedError, known, of_flags, refuse, servers
 from sglang_ext.server_args import CacheRankServerArgs, argument_parser
 
@@ -115,6 +116,20 @@ INLINE_CASES: list[tuple[str, dict[str, Any]]] = [
         )
     ),
 ]
+TRANSFER_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("--tp-size", {"tp_size": 2}),
+    ("--speculative-algorithm", {"speculative_algorithm": "CACHE_RANK"}),
+    (
+        "--disaggregation-decode-enable-radix-cache",
+        {"disaggregation_decode_enable_radix_cache": True},
+    ),
+    ("--kv-cache-dtype", {"kv_cache_dtype": "fp8_e4m3"}),
+    ("--page-size", {"page_size": 16}),
+    ("--wire-codes", {"wire_codes": "zip"}),
+    ("--wire-codes", {"wire_codes": "hack:bits=3"}),
+    ("--wire-codes", {"wire_codes": "mosaickv"}),
+    ("--cache-rank-address", {"cache_rank_address": "not.an.address.invalid"}),
+]
 GPU_CASES: list[tuple[int, Object, str, dict[str, Any]]] = [
     (2, servers.sparse_decode, "--attention-backend", {"attention_backend": "trtllm_mha"}),
     *(
@@ -149,6 +164,32 @@ def test_refuses_what_selection_in_the_process_cannot_do(
     flags: str, fields: dict[str, Any], make: Make
 ) -> None:
     check(make(cache_rank_gpus=None, **fields), servers.inline, flags)
+
+
+@pytest.mark.parametrize(("flags", "fields"), TRANSFER_CASES)
+def test_refuses_what_transfers_cannot_do(
+    flags: str, fields: dict[str, Any], make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, "x" * 16)
+    check(make(cache_rank_gpus=0, **fields), servers.transfers, flags)
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_both_halves_need_a_secret_and_our_transfers(
+    mode: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that prefills selects nothing, wherever tokens are selected."""
+    half = {"disaggregation_mode": mode, "disaggregation_transfer_backend": TRANSFERS}
+    args = make(cache_rank_gpus=None, **half)
+    assert args.placement == ("off" if mode == "prefill" else "inline")
+    monkeypatch.delenv(SECRET_VARIABLE, raising=False)
+    with pytest.raises(UnsupportedError, match=f"^{SECRET_VARIABLE} must have at least 16"):
+        refuse(args, servers.transfers(args))
+    monkeypatch.setenv(SECRET_VARIABLE, "x" * 16)
+    assert [*servers.transfers(args), *servers.inline(args)] == []
+    check(make(**half), servers.exchange, "--disaggregation-mode")
+    others = {**half, "cache_rank_gpus": None, "disaggregation_transfer_backend": "nixl"}
+    check(make(**others), servers.inline, "--disaggregation-transfer-backend")
 
 
 @pytest.mark.parametrize(

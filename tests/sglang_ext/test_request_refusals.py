@@ -34,6 +34,7 @@ def refuse(is_sparse: bool = True, **request: Any) -> None:
                 {CUSTOM: {"other": "anything"}},
                 {CUSTOM: {CACHE_RANK: None}},
                 {CUSTOM: {CACHE_RANK: True}},
+                {CUSTOM: {"wire_codes": "hack"}},
             )
         ),
         {"text": ["a", "b"], "sampling_params": [{}, {CUSTOM: {CACHE_RANK: False}}]},

@@ -75,6 +75,10 @@ HOOKED_PARAMETERS = {
     ),
     "hash_noise": "seed positions col_indices",
     "describe_verification": "self num_tokens",
+    "class_of_backend": "transfer_backend class_type",
+    "attach_pool": "self",
+    "choose_codes": "self req",
+    "sketch_resumed": "self",
 }
 """The first parameters of the functions that ours are hooked to."""
 
@@ -130,6 +134,7 @@ CALLED = {
     "server_args.ServerArgs.add_cli_args": "parser",
     "server_args.ServerArgs.from_cli_args": "args",
     "server_args.add_attention_backend_choices": "",
+    "disaggregation.common.conn.KVTransferError": "bootstrap_room failure_reason",
     "utils.kill_process_tree": "parent_pid include_parent",
     "arg_groups.arg_utils.add_cli_args_from_dataclass": "parser cls fields",
     "configs.hybrid_arch.mambaish_config": "",
@@ -137,6 +142,23 @@ CALLED = {
 """Functions that we call, and parameters that we give them."""
 
 ATTRIBUTES = {
+    "disaggregation.common.conn.CommonKVManager": (
+        "bootstrap_timeout check_status connection_lock connection_pool failure_lock "
+        "failure_records kv_args local_ip prefill_info_table rank_port register_to_bootstrap "
+        "server_args server_socket waiting_timeout"
+    ),
+    "disaggregation.common.conn.CommonKVReceiver": (
+        "abort abort_notified bootstrap_addr bootstrap_infos bootstrap_room clear conclude_state "
+        "failure_exception init_time kv_mgr poll send_metadata"
+    ),
+    "disaggregation.common.conn.CommonKVSender": (
+        "_transfer_metric abort aux_index bootstrap_room clear conclude_state failure_exception "
+        "get_transfer_metric init kv_mgr poll pop_decode_prefix_len send"
+    ),
+    "disaggregation.decode.DecodePreallocQueue": (
+        "kv_manager req_to_token_pool scheduler token_to_kv_pool transfer_backend"
+    ),
+    "disaggregation.prefill.PrefillBootstrapQueue": "scheduler token_to_kv_pool transfer_backend",
     "configs.model_config.AttentionArch": "MLA",
     "configs.model_config.ModelConfig": (
         "attention_arch context_len dtype get_num_kv_heads head_dim hf_config hf_text_config "
@@ -304,6 +326,7 @@ def test_the_flags_that_are_refused_exist() -> None:
         **servers.SPARSE_DECODE_FLAGS,
         **servers.EXCHANGE_FLAGS,
         **servers.INLINE_FLAGS,
+        **servers.TRANSFER_FLAGS,
     }
     asked = {field_of(flag) for flags in tables for flag in flags.split()}
     absent = {field_of(flag) for flag in compat.ABSENT_FLAGS}

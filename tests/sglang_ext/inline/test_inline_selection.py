@@ -177,3 +177,16 @@ def test_rows_of_any_number_are_encoded(pool: Pool, rows: list[int]) -> None:
         1, pool.keys[1, rows], torch.tensor(rows, dtype=torch.int64, device=pool.device)
     )
     assert torch.equal(pool.attend(selection, 1), pool.attend(pool.selection(budget=4), 1))
+
+
+def test_sketches_of_rows_that_arrive_are_those_of_a_prefill() -> None:
+    """Bit for bit, and no other row has one; the first layer is dense and has none."""
+    pool = Pool(torch.device("cpu"))
+    expected, found = pool.selection(4), pool.selection(4)
+    found._codes.zero_()
+    rows = torch.randperm(pool.keys.shape[1])[:50]
+    found.encode_pool_rows([torch.rand_like(pool.keys[0]), *pool.keys], rows)
+    assert torch.equal(found._codes[:, :, rows], expected._codes[:, :, rows])
+    assert found._codes[:, :, rows].any()
+    found._codes[:, :, rows] = 0
+    assert not found._codes.any()

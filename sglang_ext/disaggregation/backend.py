@@ -1,0 +1,295 @@
+"""The transfer backend `coded`, as SGLang's disaggregation knows it.
+
+SGLang's manager, sender and receiver do the pairing of servers over its bootstrap server. Their
+sockets for transfers are not used: each request has a connection of its own, see wire.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll
+from sglang.srt.disaggregation.common.conn import (
+    CommonKVBootstrapServer,
+    CommonKVManager,
+    CommonKVReceiver,
+    CommonKVSender,
+    KVTransferError,
+)
+from sglang.srt.disaggregation.utils import KVClassType
+
+from sglang_ext.disaggregation.arriving import Arrival
+from sglang_ext.disaggregation.codec import HostPages, PoolRows
+from sglang_ext.disaggregation.departing import Departure, Listener
+from sglang_ext.disaggregation.wire import (
+    SILENCE_SECONDS,
+    Hello,
+    Link,
+    secret_of_environment,
+)
+from sglang_ext.flags import WIRE_FORMATS
+from sglang_ext.inline import starting
+
+
+class CodedKVManager(CommonKVManager):
+    """What all transfers of a scheduler share.
+
+    Attributes:
+        pool: rows of SGLang's KV pool, when `attach` has been called.
+    """
+
+    def __init__(self, args: Any, mode: Any, server_args: Any, *others: Any, **kwargs: Any) -> None:
+        self.secret, self.link = secret_of_environment(), Link()
+        self.listener: Listener | None = None
+        self.pool: PoolRows | None = None
+        super().__init__(args, mode, server_args, *others, **kwargs)
+        self.server_socket.close(linger=0)  # it is bound to every network, and nobody reads it
+
+    def register_to_bootstrap(self) -> None:
+        """Tell SGLang's bootstrap server where decode servers find our listener."""
+        self.listener = Listener(self.server_args.cache_rank_address, self.secret)
+        self.local_ip, self.rank_port = self.listener.address, self.listener.port
+        super().register_to_bootstrap()
+
+    def attach(self, queue: Any) -> None:
+        """Take over the pool of SGLang's queue of requests that wait for their peers."""
+        pool, self._scheduler = queue.token_to_kv_pool, queue.scheduler
+        if pool.page_size != 1:
+            raise ValueError(
+                f"rows of tokens travel, and this attention backend has pages of {pool.page_size}; "
+                "pass --attention-backend fa3, flashinfer or triton"
+            )
+        self.pool = PoolRows(pool.k_buffer, pool.v_buffer)
+        self.pages = HostPages(self.pool.on_gpu)
+        for codes in {self.server_args.wire_codes, *(WIRE_FORMATS if self.pool.on_gpu else ())}:
+            self.pool.codec(codes).prepare()
+        if self.listener is not None:
+            self.listener.why_not = self._why_not
+
+    def hello(self, room: int, tokens: int) -> Hello:
+        assert self.pool is not None
+        return Hello(room, tokens, self.pool.shape, list(self.kv_args.aux_item_lens))
+
+    def after_forward_passes(self) -> list[Any]:
+        """On a GPU, an event behind the forward passes that have been launched."""
+        if self.pool is None or not self.pool.on_gpu:
+            return []
+        event = torch.cuda.Event()
+        event.record(self._scheduler.forward_stream)
+        return [event]
+
+    def read_metadata(self, index: int) -> bytes:
+        places = zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True)
+        return b"".join(ctypes.string_at(start + index * size, size) for start, size in places)
+
+    def write_metadata(self, index: int, metadata: bytes) -> None:
+        for start, size in zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True):
+            ctypes.memmove(start + index * size, metadata[:size], size)
+            metadata = metadata[size:]
+
+    def forget_peer(self, bootstrap_addr: str) -> None:
+        """Ask the bootstrap server again for a prefill server that may have come back."""
+        with self.connection_lock:
+            self.prefill_info_table.pop(bootstrap_addr, None)
+            for key in [k for k in self.connection_pool if k.startswith(bootstrap_addr)]:
+                del self.connection_pool[key]
+
+    def sketch(self, rows: torch.Tensor) -> None:
+        """Write sketches of what has come to pool rows, where this process selects by them."""
+        rank = starting.current()
+        if rank is not None and self.pool is not None:
+            rank.selection.encode_pool_rows(self.pool.keys.tensors, rows)
+
+    def _why_not(self, hello: Hello) -> str | None:
+        """Why a decode server cannot have what it wants."""
+        ours = self.hello(hello.room, hello.tokens)
+        for field in ("version", "shape", "metadata_bytes"):
+            here, there = getattr(ours, field), getattr(hello, field)
+            if here != there:
+                return f"{field} is {here} on the prefill server and {there} on the decode server"
+        return None
+
+
+class CodedKVSender(CommonKVSender):
+    """Sends one request's K and V.
+
+    Attributes:
+        codes: that it is sent in, of --wire-codes unless the request asks for others.
+    """
+
+    conclude_state: int | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.codes = self.kv_mgr.server_args.wire_codes
+        self._departure: Departure | None = None
+        self._wanted = self._sent = 0  # tokens
+        self._since = time.monotonic()
+        self._failure: str | None = None
+
+    def init(self, num_kv_indices: int, aux_index: int | None = None) -> None:
+        super().init(num_kv_indices, aux_index)
+        if num_kv_indices != self._wanted:
+            self._fail(f"this prompt has {num_kv_indices} tokens, and {self._wanted} are awaited")
+
+    def send(self, kv_indices: Any, state_indices: Any = None, *_: Any, **__: Any) -> None:
+        assert self._departure is not None
+        events = getattr(self, "_early_send_wait_event", None), self.kv_mgr.pool.mark()
+        self._early_send_wait_event = None  # SGLang's, of a prefix that it has found in its cache
+        after = [event for event in events if event is not None]
+        self._sent += len(kv_indices)
+        is_last = self._sent == self._wanted
+        metadata = self.kv_mgr.read_metadata(self.aux_index) if is_last else None
+        self._departure.send(torch.from_numpy(kv_indices.astype(np.int64)), after, metadata)
+
+    def poll(self) -> int:
+        if self.conclude_state is not None:
+            return self.conclude_state
+        if self._departure is None:
+            self._meet()
+        departure = self._departure
+        if departure is None:
+            return KVPoll.Bootstrapping if self.conclude_state is None else self.conclude_state
+        if departure.failure is not None:
+            self._fail(departure.failure)
+        elif departure.is_done:
+            self._transfer_metric.transfer_latency_s = departure.seconds
+            self._transfer_metric.transfer_total_bytes = departure.sent_bytes
+            self.conclude_state = KVPoll.Success
+        if self.conclude_state is not None:
+            return self.conclude_state
+        return KVPoll.Transferring if self._sent else KVPoll.WaitingForInput
+
+    poll_pp_consensus = poll
+
+    def get_transfer_metric(self) -> Any:
+        return self._transfer_metric
+
+    def failure_exception(self) -> None:
+        self.clear()
+        raise KVTransferError(self.bootstrap_room, self._failure or "aborted")
+
+    def abort(self) -> None:
+        self._fail("aborted")
+
+    def clear(self) -> None:
+        if self._departure is not None:
+            self._departure.fail("dropped")
+        super().clear()
+
+    def _fail(self, why: str) -> None:
+        self._failure = self._failure or why
+        self.conclude_state = KVPoll.Failed
+        if self._departure is not None:
+            self._departure.fail(why)
+        else:
+            self.kv_mgr.listener.drop(self.bootstrap_room)
+
+    def _meet(self) -> None:
+        """Begin if the decode server has come."""
+        manager = self.kv_mgr
+        manager.listener.drop_unclaimed(SILENCE_SECONDS)  # their peers have given up
+        if (met := manager.listener.take(self.bootstrap_room)) is not None:
+            hello, wire = met
+            self._wanted = hello.tokens
+            of_process = manager.pool, manager.pages, manager.link
+            self._departure = Departure(wire, *of_process, self.codes)
+        elif time.monotonic() - self._since > manager.bootstrap_timeout:
+            self._fail(f"no decode server came in {manager.bootstrap_timeout} seconds")
+
+
+class CodedKVReceiver(CommonKVReceiver):
+    """Receives one request's K and V."""
+
+    conclude_state: int | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._arrival: Arrival | None = None
+        self._failure: str | None = None
+        self._metadata_index = -1
+        super().__init__(*args, **kwargs)
+
+    def send_metadata(self, kv_indices: Any, aux_index: Any = None, *_: Any, **__: Any) -> None:
+        if self.bootstrap_infos is None:
+            self._fail("its prefill server is not known")
+            return
+        manager, peer = self.kv_mgr, self.bootstrap_infos[0]
+        self._metadata_index = aux_index
+        self.init_time = time.time()
+        self._arrival = Arrival(
+            manager.pool,
+            manager.pages,
+            (peer["rank_ip"], int(peer["rank_port"])),
+            manager.secret,
+            manager.hello(self.bootstrap_room, len(kv_indices)),
+            torch.from_numpy(kv_indices.astype(np.int64)),
+            manager.after_forward_passes(),
+            manager.sketch,
+        )
+
+    def poll(self) -> int:
+        if self.conclude_state is not None:
+            return self.conclude_state
+        arrival = self._arrival
+        if arrival is None:
+            status = int(self.kv_mgr.check_status(self.bootstrap_room))
+            if status == KVPoll.Failed:
+                self.conclude_state = status
+            return status
+        if time.time() - self.init_time > self.kv_mgr.waiting_timeout:
+            arrival.fail(f"it did not come in {self.kv_mgr.waiting_timeout} seconds")
+        how = arrival.poll()
+        if how == "here":
+            assert arrival.metadata is not None
+            self.kv_mgr.write_metadata(self._metadata_index, arrival.metadata)
+            self.conclude_state = KVPoll.Success
+        elif how == "failed":
+            self._fail(arrival.failure)
+            self.kv_mgr.forget_peer(self.bootstrap_addr)
+        return KVPoll.Transferring if self.conclude_state is None else self.conclude_state
+
+    def failure_exception(self) -> None:
+        with self.kv_mgr.failure_lock:
+            recorded = self.kv_mgr.failure_records.pop(self.bootstrap_room, None)
+        why = self._failure or recorded or "aborted"
+        self.clear()
+        raise KVTransferError(self.bootstrap_room, why)
+
+    def abort(self) -> None:
+        """Receive no more; with rows, it counts as failed when nothing writes to them."""
+        if self._arrival is not None:
+            self._arrival.fail("aborted")
+        else:
+            self._fail("aborted")
+
+    def _register_kv_args(self) -> bool:
+        """Each connection says for itself what the new release would register beforehand."""
+        return True
+
+    def ensure_abort_notified(self, **_: Any) -> None:
+        """The end of the connection has told the prefill server."""
+
+    def clear(self) -> None:
+        if self._arrival is not None:
+            self._arrival.close()
+        self.abort_notified = True  # SGLang's notification is for sockets that we do not use
+        super().clear()
+        self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
+
+    def _fail(self, why: str | None) -> None:
+        self._failure = self._failure or why
+        self.conclude_state = KVPoll.Failed
+
+
+CLASSES = {
+    KVClassType.KVARGS: KVArgs,
+    KVClassType.MANAGER: CodedKVManager,
+    KVClassType.SENDER: CodedKVSender,
+    KVClassType.RECEIVER: CodedKVReceiver,
+    KVClassType.BOOTSTRAP_SERVER: CommonKVBootstrapServer,
+}
+"""What SGLang asks a backend for."""

@@ -1,0 +1,61 @@
+"""One card prefills in a server and decodes in another, which selects among what has arrived."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from disaggregated import Half, ask_both
+from workload import DENSE, LIKELY_TOKENS, random_prompts, same_but_for_rounding, sparse_steps
+
+from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
+
+pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(600)]
+
+FLAGS = (
+    "--skip-tokenizer-init --dtype bfloat16 --cuda-graph-bs-decode 1 2 4 8 "
+    "--cuda-graph-backend-prefill disabled --max-running-requests 16 --max-total-tokens 60000 "
+    "--sampling-backend pytorch --grammar-backend none --chunked-prefill-size 512 "
+    "--mem-fraction-static 0.4"
+).split()
+PROMPTS = random_prompts([4000, 700, 1500, 2500, 650, 1100], seed=31)
+
+
+@pytest.fixture(scope="module")
+def halves(deep_model: Path) -> Iterator[tuple[Half, Half]]:
+    """The budget covers everything, so that a sparse step attends to what a dense one does."""
+    of_model = [*FLAGS, "--model-path", str(deep_model)]
+    select = ["--sparse-threshold", "600", "--sparse-budget", "4300", "--recent-tokens", "32"]
+    with contextlib.ExitStack() as stack:
+        prefill = Half("prefill", of_model)
+        stack.callback(prefill.stop)
+        prefill.wait_ready()
+        decode = Half("decode", [*of_model, *select], {ALLOW_LARGE_BUDGET_VARIABLE: "1"})
+        stack.callback(decode.stop)
+        yield prefill, decode.wait_ready()
+
+
+@pytest.mark.parametrize("codes", ["bf16", "quantspec", "hack", "lynx"])
+def test_sparse_steps_attend_to_what_arrived(halves: tuple[Half, Half], codes: str) -> None:
+    """What is decoded of the codes is the same for both requests, and so are the answers."""
+    compared = 0
+    for prompt in PROMPTS:
+        chosen = {"wire_codes": codes}
+        sparse = {"sampling_params": {"custom_params": chosen}}
+        dense = {"sampling_params": {"custom_params": {**chosen, "cache_rank": False}}}
+        (found,) = ask_both(*halves, [prompt], 60, **LIKELY_TOKENS, **sparse)
+        (expected,) = ask_both(*halves, [prompt], 60, **LIKELY_TOKENS, **dense)
+        assert (sparse_steps(found), sparse_steps(expected)) == (59, 0)
+        compared += same_but_for_rounding(found, expected)
+    assert compared > 60
+
+
+def test_prompts_arrive_while_others_decode(halves: tuple[Half, Half]) -> None:
+    """All at once, and one by one: the same but for rounding."""
+    alone = [ask_both(*halves, [one], 40, **LIKELY_TOKENS, **DENSE)[0] for one in PROMPTS]
+    together = ask_both(*halves, PROMPTS, 40, **LIKELY_TOKENS, **DENSE)
+    compared = sum(map(same_but_for_rounding, together, alone))
+    assert compared > 40
+    assert halves[1].cache_rank()["pool_free_tokens"] >= 59_000

@@ -1,0 +1,283 @@
+"""K and V go from the pool of one server to that of another, over a socket of this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from waiting import wait_until
+
+from cache_rank.pages import PAGE_TOKENS
+from sglang_ext.disaggregation import departing, wire
+from sglang_ext.disaggregation.arriving import Arrival
+from sglang_ext.disaggregation.codec import BUFFERS, HostPages, PageCodec, PoolRows
+from sglang_ext.disaggregation.departing import Departure, Listener
+from sglang_ext.disaggregation.wire import (
+    SECRET_VARIABLE,
+    Alive,
+    Hello,
+    Link,
+    Tail,
+    Wire,
+    WireError,
+    secret_of_environment,
+)
+from sglang_ext.flags import WIRE_FORMATS
+
+LAYERS, HEADS, WIDTH, ROWS = 3, 2, 64, 3000
+SECRET, METADATA = b"s" * 64, bytes(range(48))
+
+
+def make_pool(seed: int, dtype: torch.dtype = torch.float32) -> PoolRows:
+    torch.manual_seed(seed)
+    keys, values = (
+        [torch.randn(ROWS, HEADS, WIDTH).to(dtype) for _ in range(LAYERS)] for _ in range(2)
+    )
+    return PoolRows(keys, values)
+
+
+class Servers:
+    """Both ends of transfers, without SGLang around them."""
+
+    def __init__(self) -> None:
+        self.prefill, self.decode = make_pool(0), make_pool(1)
+        self.pages = HostPages(False), HostPages(False)
+        self.listener = Listener("127.0.0.1", SECRET)
+        self.listener.why_not = lambda hello: None
+        self.link = Link()
+        self.written: list[Tensor] = []
+
+    def begin(
+        self, room: int, rows: Tensor, codes: str = "bf16", secret: bytes = SECRET
+    ) -> tuple[Departure, Arrival]:
+        arrival = self.arrive(room, rows, secret)
+        found: list[tuple[Hello, Wire]] = []
+
+        def has_come() -> bool:
+            found.extend(filter(None, [self.listener.take(room)]))
+            return bool(found)
+
+        wait_until(has_come, 5)
+        return Departure(found[0][1], self.prefill, self.pages[0], self.link, codes), arrival
+
+    def arrive(self, room: int, rows: Tensor, secret: bytes = SECRET) -> Arrival:
+        hello = Hello(room, len(rows), self.decode.shape, [16, 32])
+        peer = self.listener.address, self.listener.port
+        after: list[object] = []
+        beside = self.written.append
+        return Arrival(self.decode, self.pages[1], peer, secret, hello, rows, after, beside)
+
+
+@pytest.fixture
+def servers() -> Iterator[Servers]:
+    both = Servers()
+    yield both
+    for pages in both.pages:  # whatever has happened
+        wait_until(lambda pages=pages: pages._free.qsize() == BUFFERS, 5)  # type: ignore[misc]
+
+
+def ends(arrival: Arrival, how: str, seconds: float = 8) -> None:
+    wait_until(lambda: arrival.poll() != "coming", seconds)
+    assert arrival.poll() == how, arrival.failure
+
+
+def draw_rows(count: int, seed: int) -> Tensor:
+    return torch.randperm(ROWS - 1, generator=torch.Generator().manual_seed(seed))[:count] + 1
+
+
+def sent_in_chunks(departure: Departure, rows: Tensor, *chunks: int) -> None:
+    for chunk in rows[: sum(chunks)].split(list(chunks)):
+        departure.send(chunk, [], None)
+    departure.send(rows[sum(chunks) :], [], METADATA)
+
+
+@pytest.mark.parametrize("codes", [*WIRE_FORMATS, "hack:bits=2,partition=16"])
+@pytest.mark.parametrize(("tokens", "chunks"), [(700, (300, 10, 260)), (512, ()), (40, (40,))])
+def test_what_comes_is_what_the_codec_reads(
+    servers: Servers, codes: str, tokens: int, chunks: tuple[int, ...]
+) -> None:
+    """Whole pages as codes, the tokens behind them exactly, and no other row is written."""
+    source, target = draw_rows(tokens, 2), draw_rows(tokens, 3)
+    expected = make_pool(1)
+    codec = PageCodec(servers.prefill, codes)
+    whole = tokens // PAGE_TOKENS * PAGE_TOKENS
+    for start in range(0, whole, PAGE_TOKENS):
+        codec_of_target = PageCodec(expected, codes)
+        page = slice(start, start + PAGE_TOKENS)
+        codec_of_target.decode(codec.encode(source[page]), target[page])
+    raw = servers.prefill.collect(source[whole:]).view(-1).view(torch.uint8)
+    expected.put_raw(raw, target[whole:])
+
+    departure, arrival = servers.begin(7, target, codes)
+    sent_in_chunks(departure, source, *chunks)
+    ends(arrival, "here")
+    wait_until(lambda: departure.is_done, 5)
+    assert arrival.metadata == METADATA
+    for found, wanted in (
+        (servers.decode.keys, expected.keys),
+        (servers.decode.values, expected.values),
+    ):
+        for one, other in zip(found.tensors, wanted.tensors, strict=True):
+            assert torch.equal(one, other)
+    if codes == "bf16":
+        exact = servers.prefill.collect(source)
+        assert torch.equal(servers.decode.collect(target), exact)
+    elif whole:
+        exact, came = servers.prefill.collect(source), servers.decode.collect(target)
+        error = (came - exact)[:, :, :whole].norm() / exact[:, :, :whole].norm()
+        assert 0 < error < (0.6 if "bits=2" in codes else 0.12)
+        assert departure.sent_bytes < tokens * servers.prefill.token_bytes * 0.9
+    assert [rows.tolist() for rows in servers.written] == [target.tolist()]
+
+
+def test_several_at_once_share_the_link(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHE_RANK_LINK_GBPS", "0.05")
+    servers.link = Link()
+    source = draw_rows(2400, 4)
+    parts, targets = source.split(600), draw_rows(2400, 5).split(600)
+    pairs = [servers.begin(room, rows) for room, rows in enumerate(targets)]
+    since = time.monotonic()
+    for (departure, _), part in zip(pairs, parts, strict=True):
+        sent_in_chunks(departure, part, 512)
+    for (_, arrival), part, rows in zip(pairs, parts, targets, strict=True):
+        ends(arrival, "here", 30)
+        assert torch.equal(servers.decode.collect(rows), servers.prefill.collect(part))
+    size = 2400 * servers.prefill.token_bytes
+    assert time.monotonic() - since > size / 0.05e9 * 8 * 0.9
+
+
+def test_a_page_goes_before_the_prompt_is_computed(servers: Servers) -> None:
+    source, target = draw_rows(600, 6), draw_rows(600, 7)
+    departure, arrival = servers.begin(1, target)
+    departure.send(source[:300], [], None)
+    wait_until(lambda: arrival.poll() == "coming" and arrival._placed == PAGE_TOKENS, 5)
+    time.sleep(2.5 * wire.ALIVE_SECONDS)
+    departure.send(source[300:], [], METADATA)
+    ends(arrival, "here")
+
+
+@pytest.mark.parametrize("who", ["prefill", "decode"])
+def test_whoever_gives_up_ends_the_other(servers: Servers, who: str) -> None:
+    source, target = draw_rows(600, 6), draw_rows(600, 7)
+    departure, arrival = servers.begin(1, target)
+    departure.send(source[:300], [], None)
+    (departure if who == "prefill" else arrival).fail("aborted")
+    ends(arrival, "failed")
+    wait_until(lambda: departure.failure is not None, 5)
+    assert "aborted" in {departure.failure, arrival.failure}
+    assert servers.written == []
+
+
+def test_what_cannot_be_encoded_fails_alone(servers: Servers) -> None:
+    source, target = draw_rows(600, 8), draw_rows(1200, 9)
+    servers.prefill.keys.tensors[1][source[100], 1, 3] = torch.inf
+    departure, arrival = servers.begin(1, target[:600], "hack")
+    sent_in_chunks(departure, source)
+    ends(arrival, "failed")
+    assert "keys of layer 1, kv head 1 are not finite" in str(departure.failure)
+    servers.prefill.keys.tensors[1][source[100], 1, 3] = 0.0
+    departure, arrival = servers.begin(2, target[600:], "hack")
+    sent_in_chunks(departure, source)
+    ends(arrival, "here")
+
+
+def test_a_wrong_secret_is_refused_by_both(servers: Servers) -> None:
+    rows = draw_rows(10, 0)
+    arrival = servers.arrive(1, rows, b"t" * 64)
+    ends(arrival, "failed")
+    assert "closed" in str(arrival.failure) or "gone" in str(arrival.failure)
+    assert servers.listener.take(1) is None
+
+
+def test_a_prefill_server_that_does_not_know_the_secret_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        honest = Wire(socket.create_connection(listening.getsockname()))
+        impostor = Wire(listening.accept()[0])
+
+    def pretend() -> None:
+        number = impostor.challenge()
+        impostor._receive_bytes(32)
+        impostor._receive_text()
+        impostor.answer(b"t" * 64, number, b"", wire.Answer())
+
+    threading.Thread(target=pretend).start()
+    hello = Hello(1, 2, make_pool(0).shape, [])
+    with pytest.raises(WireError, match=f"does not know our {SECRET_VARIABLE}"):
+        honest.greet(SECRET, hello)
+
+
+def test_a_refusal_says_why(servers: Servers) -> None:
+    servers.listener.why_not = lambda hello: f"room {hello.room} is not ours"
+    arrival = servers.arrive(3, draw_rows(5, 0))
+    ends(arrival, "failed")
+    assert "the prefill server refuses: room 3 is not ours" in str(arrival.failure)
+
+
+@pytest.mark.parametrize(
+    ("send", "why"),
+    [
+        (lambda one: one.send(Tail(9, 9), memoryview(bytes(9)), Link()), "9 tokens come in 9"),
+        (lambda one: one.send(Tail(9, 1 << 40), None, Link()), "bytes come at once"),
+        (lambda one: one.send(wire.Page("none", 9), memoryview(bytes(9)), Link()), "unknown"),
+        (lambda one: one.send(wire.End(48), memoryview(METADATA), Link()), "0 of 600 tokens came"),
+        (lambda one: one.send(wire.End(8), memoryview(bytes(8)), Link()), "8 bytes of metadata"),
+        (lambda one: one._socket.sendall(b"\x05\0\0\0hello"), "no message"),
+        (lambda one: one._socket.sendall(b"\xff" * 9), "header of 4294967295 bytes"),
+        (lambda one: one.abort(), "closed"),
+    ],
+)
+def test_what_must_not_come_ends_the_transfer(
+    servers: Servers, send: Callable[[Wire], None], why: str
+) -> None:
+    departure, arrival = servers.begin(1, draw_rows(600, 7))
+
+    def try_to() -> None:
+        with contextlib.suppress(AssertionError, WireError):
+            send(departure._wire)
+
+    threading.Thread(target=try_to).start()
+    ends(arrival, "failed")
+    assert why in str(arrival.failure)
+    departure.fail("done")
+
+
+def test_a_silent_peer_is_given_up(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(departing, "ALIVE_SECONDS", 60.0)
+    departure, arrival = servers.begin(1, draw_rows(600, 7))
+    since = time.monotonic()
+    ends(arrival, "failed", 5)
+    assert time.monotonic() - since > 0.5
+    departure.fail("done")
+
+
+def test_connections_that_no_request_wants_are_dropped(servers: Servers) -> None:
+    arrival = servers.arrive(9, draw_rows(5, 0))
+    wait_until(lambda: 9 in servers.listener._waiting, 5)
+    servers.listener.drop_unclaimed(60)
+    assert arrival.poll() == "coming"
+    servers.listener.drop_unclaimed(0)
+    ends(arrival, "failed")
+
+
+def test_both_servers_are_given_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("", "short"):
+        monkeypatch.setenv(SECRET_VARIABLE, text)
+        with pytest.raises(ValueError, match="at least 16 characters"):
+            secret_of_environment()
+    monkeypatch.setenv(SECRET_VARIABLE, "x" * 16)
+    assert len(secret_of_environment()) == 64
+
+
+def test_frames_without_payload_are_not_waited_for(servers: Servers) -> None:
+    departure, arrival = servers.begin(1, draw_rows(5, 0))
+    for _ in range(3):
+        departure._wire.send(Alive(), None, Link())
+    sent_in_chunks(departure, draw_rows(5, 1))
+    ends(arrival, "here")
