@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -61,9 +61,12 @@ async def follow(
     prompt: list[int],
     answer: Answer,
     note: Callable[[int], object],
+    options: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> None:
     """Ask a server for an answer of fixed length, and `note` how many tokens each chunk brings.
+
+    `options` are of the request, beside those of sampling.
 
     Raises:
         ServerError: the server refuses the request, or ends it with an error.
@@ -71,6 +74,7 @@ async def follow(
     """
     parameters = {"temperature": 0.0, "ignore_eos": True, **sampling}
     body = {"input_ids": prompt, "sampling_params": parameters, "stream": True}
+    body |= options or {}
     async with session.post(f"{url}/generate", json=body) as response:
         async for line in response.content:
             if response.status != 200 or line.startswith(b'data: {"error"'):

@@ -78,6 +78,7 @@ class Job(msgspec.Struct):
     engine: dict[str, Any]  # arguments of the server
     shapes: list[Shape]  # shapes as they are run
     servers: int = 1
+    each: list[dict[str, Any]] = []  # arguments of each server, where they are not alike
 
 
 def make_job(
@@ -252,7 +253,8 @@ def serve_job(job: Job, gpus: Sequence[str], logs: Path) -> Iterator[list[Server
             if job.gpus:
                 own = gpus[index * job.gpus : (index + 1) * job.gpus]
                 environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-            servers.append(Server(to_flags(engine), environment, logs / f"{name}-{index}.log"))
+            own_engine = job.each[index] if job.each else engine
+            servers.append(Server(to_flags(own_engine), environment, logs / f"{name}-{index}.log"))
             held.callback(servers[-1].stop, wait_seconds=20)  # the next one needs the memory
         for server in servers:
             server.wait_ready(START_SECONDS)
