@@ -164,7 +164,13 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        not_negative = ("sink_tokens", "recent_tokens", "hysteresis", "draft_steps", "verified_tokens")
+        not_negative = (
+            "sink_tokens",
+            "recent_tokens",
+            "hysteresis",
+            "draft_steps",
+            "verified_tokens",
+        )
         for name in (*not_negative, "budget_factor", "least_budget"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

@@ -35,9 +35,7 @@ def attend_to(
     return by_query(out, queries), by_query(log_sums, queries)
 
 
-def merge(
-    one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]
-) -> tuple[Tensor, Tensor]:
+def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Merge attention of the same queries to different tokens.
 
     Outputs are (..., D) and log-sum-exps (...), float32, minus infinity where there are no tokens.

@@ -41,7 +41,7 @@ class QuantSpecResidency(CodedResidency):
         )
 
     def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Residency.attend`: to codes where they lie, and to the newest tokens as they came."""
+        """See `Residency.attend`. Codes are attended to where they lie."""
         keys, values = self._tokens.codecs
         assert isinstance(keys, QuantSpecCodec)
         in_full = self._tokens._replace(codecs=(keys._replace(read_bits=8), values))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,7 +35,6 @@ class Forwards:
     def __init__(self, runner: Any, width: int) -> None:
         self.width = width
         self._runner = runner
-        self._verify_graphs: Any = None
         self._decode_graphs: Any = None
 
     def capture(self, backend: Any) -> None:
@@ -45,9 +43,9 @@ class Forwards:
         Args:
             backend: of attention, whose buffers belong to these graphs.
         """
-        self._verify_graphs = self._runner.decode_cuda_graph_runner
-        if not hasattr(self._verify_graphs, "captured_req_width"):
-            self._decode_graphs = self._verify_graphs  # there are no graphs
+        verify_graphs = self._runner.decode_cuda_graph_runner
+        if not hasattr(verify_graphs, "captured_req_width"):
+            self._decode_graphs = verify_graphs  # there are no graphs
             return
         from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
@@ -58,14 +56,11 @@ class Forwards:
         finally:
             self._runner.spec_algorithm = algorithm
 
-    def as_decode(self) -> AbstractContextManager[None]:
-        """Have the model's runner take decode steps for what they are without drafts."""
-        return self._with_graphs(self._decode_graphs)
-
     @contextlib.contextmanager
-    def _with_graphs(self, graphs: Any) -> Iterator[None]:
+    def as_decode(self) -> Iterator[None]:
+        """Have the model's runner take decode steps for what they are without drafts."""
         before = self._runner.decode_cuda_graph_runner
-        self._runner.decode_cuda_graph_runner = graphs
+        self._runner.decode_cuda_graph_runner = self._decode_graphs
         try:
             yield
         finally:
@@ -102,8 +97,7 @@ class Forwards:
         batch.spec_algorithm = self._runner.spec_algorithm
         if torch.device(self._runner.device).type == "cpu":  # it verifies as it prefills
             _as_extend(batch, lengths, self.width)
-        with self._with_graphs(self._verify_graphs):
-            return self._runner.forward(batch)
+        return self._runner.forward(batch)
 
 
 def _as_extend(batch: ForwardBatch, lengths: Lengths, width: int) -> None:
