@@ -65,9 +65,11 @@ class DecodeStep:
         What of a sparse request is evicted while the round is computed was verified before it.
         """
         self._cache_rank.follow_supervisor()
+        exchange = self._cache_rank.exchange
         is_exchanged, attended = self._planner.begin_round(
-            requests, lengths, self._cache_rank.exchange, self._ship, drafts
+            requests, lengths, exchange is not None, self._ship, drafts
         )
+        attended.exchange = exchange
         self.round = attended if attended.rows else None
         if self._eviction is not None:
             for (_, sequence), position in zip(attended.rows, attended.positions, strict=True):

@@ -75,6 +75,11 @@ class CacheRankClient:
         except (TransportError, ControlError, CacheRankDownError) as error:
             self._lose(str(error))
 
+    def lose(self, why: Exception) -> None:
+        """Let go of the cache rank because of what happened in a forward pass."""
+        if self.exchange is not None:
+            self._lose(str(why))
+
     def tell(self, message: Share | Drop | End | Flush) -> None:
         """Send a message that nothing follows, if the cache rank is up."""
         self.call(lambda exchange: exchange.connection.control.send(message))

@@ -77,7 +77,7 @@ class AttendedRound:
         positions: of their current tokens; the cache rank has all tokens before.
     """
 
-    exchange: Exchange | None
+    exchange: Exchange | None = None
     rows: list[tuple[int, SparseSequence]] = dataclasses.field(default_factory=list)
     positions: list[int] = dataclasses.field(default_factory=list)
 
@@ -163,7 +163,7 @@ class StepPlanner:
         self,
         requests: Sequence[Any],
         lengths: Sequence[int],
-        exchange: Exchange | None,
+        is_up: bool,
         ship: Callable[[SparseSequence, int], None],
         drafts: bool,
     ) -> tuple[bool, AttendedRound]:
@@ -175,7 +175,6 @@ class StepPlanner:
 
         Args:
             lengths: of each, the current token included; those before it are verified.
-            exchange: with the cache rank that is up.
             ship: ships what is verified of a sequence that has so many tokens.
             drafts: whether the round drafts; else none is exchanged, and none begins.
 
@@ -183,7 +182,7 @@ class StepPlanner:
             Whether some are exchanged, and for which the cache rank attends.
         """
         prepare_requests(requests)
-        is_up, attended = exchange is not None, AttendedRound(exchange)
+        attended = AttendedRound()
         sequences: list[tuple[int, SparseSequence, int]] = []
         for index, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             sequence = self.lifecycle.live.get(pool_state(request).req_pool_idx)

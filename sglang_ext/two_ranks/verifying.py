@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -42,108 +43,127 @@ from sglang_ext.two_ranks.recovery import CacheRankClient
 from sglang_ext.two_ranks.step_plan import AttendedRound
 
 Result = TypeVar("Result")
+Answer = TypeVar("Answer")
 
 _PADDING_SLOT = 0
 """SGLang's table has zeros for it, and the pool's row 0 is padding."""
 
 
-class VerifyingBackend(AroundDenseKernels):
-    """The attention of a forward pass in which the cache rank attends for some requests.
+@dataclasses.dataclass(slots=True)
+class _Pass:
+    """One forward pass, in which R requests are attended to on the cache rank.
 
     Attributes:
-        is_running: whether such a forward pass is being run.
+        width: tokens of each request.
+        index: (R,) their rows of the batch, (R,) int64.
+        held: (R,) how many tokens of each the cache rank holds, int64.
+        on_host: the same two.
+        exchange: None once there is no cache rank.
+        failure: what ended it in this pass.
+        view: the batch, as SGLang's kernels see it in layers that the cache rank holds.
     """
+
+    width: int
+    index: Tensor
+    held: Tensor
+    on_host: tuple[Tensor, Tensor]
+    exchange: Exchange | None
+    failure: Exception | None = None
+    view: Any = None
+
+    def while_up(self, action: Callable[[Exchange], Answer]) -> Answer | None:
+        """Do something with the cache rank; None where it is lost."""
+        if self.exchange is None:
+            return None
+        try:
+            return action(self.exchange)
+        except (TransportError, ControlError, CacheRankDownError) as error:
+            self.failure, self.exchange = error, None
+            return None
+
+    def of_attended(self, tensor: Tensor, heads: int) -> Tensor:
+        """What these requests have of (tokens, heads * D): (R, width, heads, D), contiguous."""
+        by_request = tensor.view(-1, self.width, heads, tensor[0].numel() // heads)
+        return by_request[self.index]
+
+    def without_held_tokens(self, forward_batch: Any) -> Any:
+        """The batch without what these requests have elsewhere, so that no row of it is read."""
+        view = copy.copy(forward_batch)
+        index, held = self.index, self.held
+        view.req_pool_indices = forward_batch.req_pool_indices.index_fill(0, index, _PADDING_SLOT)
+        view.seq_lens = _less(forward_batch.seq_lens, index, held)
+        view.seq_lens_cpu = _less(forward_batch.seq_lens_cpu, *self.on_host)
+        view.seq_lens_sum = int(view.seq_lens_cpu.sum())
+        if forward_batch.extend_prefix_lens is not None:  # on CPUs, which verify as they prefill
+            view.extend_prefix_lens = _less(forward_batch.extend_prefix_lens, index, held)
+            view.extend_prefix_lens_cpu = view.extend_prefix_lens.tolist()
+        return view
+
+
+class VerifyingBackend(AroundDenseKernels):
+    """The attention of a forward pass in which the cache rank attends for some requests."""
 
     def __init__(
         self, runner: Any, args: CacheRankServerArgs, scale: float, cache_rank: CacheRankClient
     ) -> None:
         super().__init__(runner, args.attention_backend)
-        self.needs_cpu_seq_lens = self.is_running = True
+        self.needs_cpu_seq_lens = True
         make = ATTENTION_BACKENDS[args.attention_backend]
         self._for_dense_layers = make(runner) if args.dense_layers else None
         self._dense_layers = args.dense_layers
         self._scale = scale
         self._runner = runner
         self._cache_rank = cache_rank
-        self._view: Any = None
-        self.is_running = False
+        self._pass: _Pass | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether such a forward pass is being run."""
+        return self._pass is not None
 
     def run(self, of_round: AttendedRound, width: int, forward: Callable[[], Result]) -> Result:
         """Run a forward pass of `width` tokens of each request, eagerly.
 
         A cache rank that is lost meanwhile is let go of; see `AttendedRound.stale_requests`.
         """
-        device = torch.device(self._runner.device)
-        index = torch.tensor([index for index, _ in of_round.rows])
-        held = torch.tensor(of_round.positions)
-        self._index, self._held = upload((index, held), device)
-        self._host_index, self._host_held = index, held
-        self._width = width
-        self._begin(of_round)
-        with self._in_place():
-            result = forward()
-        self._cache_rank.call(self._end)
-        return result
-
-    def _begin(self, of_round: AttendedRound) -> None:
-        """Tell the cache rank, unless it has been lost since the round began."""
-        self._failure: Exception | None = None
-        self._exchange = self._cache_rank.exchange
-        if self._exchange is not of_round.exchange:
-            self._exchange = None
+        rows_of_batch = torch.tensor([index for index, _ in of_round.rows])
+        on_host = rows_of_batch, torch.tensor(of_round.positions)
+        index, held = upload(on_host, torch.device(self._runner.device))
+        exchange = self._cache_rank.exchange
+        if exchange is not of_round.exchange:  # it has been lost since the round began
+            exchange = None
+        this = _Pass(width, index, held, on_host, exchange)
         pairs = zip(of_round.rows, of_round.positions, strict=True)
         rows = [Row(sequence.sequence_id, position) for (_, sequence), position in pairs]
-        self._while_up(lambda exchange: exchange.begin_attending(rows, self._width))
-
-    def _end(self, exchange: Exchange) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if self._exchange is exchange:
-            exchange.end_attending()
-
-    def _while_up(self, action: Callable[[Exchange], Any]) -> Any:
-        """Do something with the cache rank, or leave out what would come of it."""
-        if self._exchange is None:
-            return None
-        try:
-            return action(self._exchange)
-        except (TransportError, ControlError, CacheRankDownError) as error:
-            self._failure, self._exchange = error, None
-            return None
+        this.while_up(lambda exchange: exchange.begin_attending(rows, width))
+        with self._in_place(this):
+            result = forward()
+        this.while_up(lambda exchange: exchange.end_attending())
+        if this.failure is not None:
+            self._cache_rank.lose(this.failure)
+        return result
 
     @contextlib.contextmanager
-    def _in_place(self) -> Iterator[None]:
+    def _in_place(self, this: _Pass) -> Iterator[None]:
         """Be the backend of the model's runner, which then replays no graph."""
         runner = self._runner
         before = runner.attn_backend, runner.decode_cuda_graph_runner
         runner.attn_backend, runner.decode_cuda_graph_runner = self, None
-        self.is_running = True
+        self._pass = this
         try:
             yield
         finally:
-            self.is_running, self._view = False, None
+            self._pass = None
             runner.attn_backend, runner.decode_cuda_graph_runner = before
 
     # In the forward pass.
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
+        assert self._pass is not None
         if self._for_dense_layers is not None:
             self._for_dense_layers.init_forward_metadata(forward_batch)
-        self._view = self._without_held_tokens(forward_batch)
-        self._dense.init_forward_metadata(self._view)
-
-    def _without_held_tokens(self, forward_batch: Any) -> Any:
-        """Return the batch as SGLang's kernels see it in layers that the cache rank holds."""
-        view = copy.copy(forward_batch)
-        index, held = self._index, self._held
-        view.req_pool_indices = forward_batch.req_pool_indices.index_fill(0, index, _PADDING_SLOT)
-        view.seq_lens = _less(forward_batch.seq_lens, index, held)
-        view.seq_lens_cpu = _less(forward_batch.seq_lens_cpu, self._host_index, self._host_held)
-        view.seq_lens_sum = int(view.seq_lens_cpu.sum())
-        if forward_batch.extend_prefix_lens is not None:  # verified as a prefill
-            view.extend_prefix_lens = _less(forward_batch.extend_prefix_lens, index, held)
-            view.extend_prefix_lens_cpu = view.extend_prefix_lens.tolist()
-        return view
+        self._pass.view = self._pass.without_held_tokens(forward_batch)
+        self._dense.init_forward_metadata(self._pass.view)
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._forward("forward_extend", *args, **kwargs)
@@ -162,6 +182,8 @@ class VerifyingBackend(AroundDenseKernels):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
+        this = self._pass
+        assert this is not None
         if layer.layer_id < self._dense_layers:
             forward = getattr(self._for_dense_layers, kind)
             return forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
@@ -169,31 +191,27 @@ class VerifyingBackend(AroundDenseKernels):
             raise NotImplementedError(
                 "the model writes K and V in a fused kernel, which hides them from a verification"
             )
-        queries = self._of_attended(q, layer.tp_q_head_num)
-        answer = self._while_up(lambda exchange: exchange.attend(queries))
-        keys, values = (self._of_attended(part, layer.tp_k_head_num) for part in (k, v))
-        merged = self._attend_to_each_other(queries, keys, values)
-        output = getattr(self._dense, kind)(q, k, v, layer, self._view, save_kv_cache, **kwargs)
+        queries = this.of_attended(q, layer.tp_q_head_num)
+        answer = this.while_up(lambda exchange: exchange.attend(queries))
+        keys, values = (this.of_attended(part, layer.tp_k_head_num) for part in (k, v))
+        attended = self._attend_to_each_other(queries, keys, values)
+        output = getattr(self._dense, kind)(q, k, v, layer, this.view, save_kv_cache, **kwargs)
         if answer is not None:
-            merged = self._while_up(lambda exchange: _with(answer, merged, exchange)) or merged
-        by_request = output.view(-1, self._width, *queries.shape[2:])
-        by_request.index_copy_(0, self._index, merged[0].to(output.dtype))
+            own = attended
+            merged = this.while_up(lambda exchange: _with(answer, own, exchange))
+            attended = merged or own
+        by_request = output.view(-1, *queries.shape[1:])
+        by_request.index_copy_(0, this.index, attended[0].to(output.dtype))
         return output
-
-    def _of_attended(self, tensor: Tensor, heads: int) -> Tensor:
-        """What sparse requests have of (tokens, heads * D): (R, width, heads, D), contiguous."""
-        return tensor.view(-1, self._width, heads, tensor.numel() // (len(tensor) * heads))[
-            self._index
-        ]
 
     def _attend_to_each_other(
         self, queries: Tensor, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        width = self._width
+        """Attend to the tokens of the round, each to those before it and to itself."""
+        width = queries.shape[1]
         is_seen = torch.ones((1, width, width), dtype=torch.bool, device=queries.device).tril()
-        return attend_to(
-            queries, keys.transpose(1, 2), values.transpose(1, 2), is_seen, self._scale
-        )
+        by_head = keys.transpose(1, 2), values.transpose(1, 2)
+        return attend_to(queries, *by_head, is_seen, self._scale)
 
 
 def _less(lengths: Tensor, index: Tensor, held: Tensor) -> Tensor:
@@ -204,7 +222,7 @@ def _less(lengths: Tensor, index: Tensor, held: Tensor) -> Tensor:
 def _with(
     answer: tuple[AttendedMessage, Pending], own: tuple[Tensor, Tensor], exchange: Exchange
 ) -> tuple[Tensor, Tensor]:
-    """Merge what the cache rank has attended to, when it has come, with what is attended to here."""
+    """Merge what the cache rank has attended to, once it has come, with the rest."""
     message, received = answer
     received.wait(exchange.connection.timeout)
     return merge((message.outputs.float(), message.log_sums), own)
