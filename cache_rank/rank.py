@@ -127,16 +127,28 @@ class CacheRank:
         while sequence.filled < wanted or sequence.queries < queries:
             rows = [Row(sequence.sequence_id, max(sequence.tokens, sequence.stepped))]
             self._warm_up_step(rows, refused=())
-        for width in {1, config.verified_tokens} if config.verified_tokens else ():
-            shape = (1, width, config.model.query_heads, config.model.head_dim)
-            attending = torch.zeros(shape, dtype=config.model.torch_dtype, device=self._device)
-            selector.attend(selector.attended([Row(NO_SEQUENCE, 0)]), 0, attending)
+        if config.verified_tokens:
+            self._warm_up_attending(config.max_rows if on_gpu else 1)
         if on_gpu:  # forecasts of many rows have a kernel of their own
             rows = [Row(NO_SEQUENCE, 0)] * config.max_rows
             self._warm_up_step(rows, refused=range(config.max_rows))
         selector.end(NO_SEQUENCE)
         if on_gpu:
             torch.cuda.synchronize(self._device)
+
+    def _warm_up_attending(self, most: int) -> None:
+        """Attend for one row, two, four and so on: kernels depend on how many there are."""
+        model, rows = self.config.model, 1
+        with self._link.in_background():
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            while rows <= most:
+                attended = self.selector.attended([Row(NO_SEQUENCE, 0)] * rows)
+                for width in (1, self.config.verified_tokens):
+                    shape = (rows, width, model.query_heads, model.head_dim)
+                    queries = torch.zeros(shape, dtype=model.torch_dtype, device=self._device)
+                    self.selector.attend(attended, 0, queries)
+                rows *= 2
 
     def _warm_up_step(self, rows: Sequence[Row], refused: Collection[int]) -> None:
         selector, messages = self.selector, self._messages.of(len(rows))

@@ -46,6 +46,7 @@ def server(request: pytest.FixtureRequest, random_model: Callable[..., Path]) ->
 
 
 once = pytest.mark.parametrize("server", [1], indirect=True, ids=["a dense layer"])
+"""What happens is the same without one."""
 
 
 def statistics(answer: Any, name: str) -> Any:
@@ -108,6 +109,7 @@ def test_sparse_requests_go_on_where_a_batch_has_no_drafts(
     assert statistics(penalized, "sparse_steps") == 0
 
 
+@once
 def test_more_is_served_than_the_pool_holds(server: Server, plain_server: Server) -> None:
     """Eight requests of 410 tokens, of which each has a fraction in the pool."""
     prompts = random_prompts([330] * 8, seed=9)
@@ -128,14 +130,14 @@ def test_requests_that_end_early_leave_nothing(server: Server, plain_server: Ser
     """They stop in the middle of a round, are aborted, or reach the end of the context."""
     text = plain_server.generate(PROMPTS[4], NEW_TOKENS)["output_ids"]
     stop = next(token for token in text[30:] if token not in text[:30])
-    options = {"sampling_params": {"stop_token_ids": [stop]}}
+    options = {"sampling_params": {"stop_token_ids": [stop], "ignore_eos": False}}
     long, short = random_prompts([1990, 150], seed=10)
     expected = plain_server.generate(long, 50)["output_ids"]
     with ThreadPoolExecutor() as pool:
         lost = pool.submit(server.generate, short, 1500, rid="to be aborted")
+        server.wait_for(30, sparse_requests=1)
         ends = pool.submit(server.generate, long, 50)
         stopped = server.generate(PROMPTS[4], NEW_TOKENS, **options)
-        server.wait_for(30, sparse_requests=2)
         server.post("/abort_request", {"rid": "to be aborted"})
         lost.result()
     assert stopped["output_ids"] == text[: text.index(stop) + 1]
@@ -144,6 +146,7 @@ def test_requests_that_end_early_leave_nothing(server: Server, plain_server: Ser
     wait_until(lambda: all_is_free(server))
 
 
+@once
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_cache_rank_costs_no_token(server: Server, plain_server: Server, sent: int) -> None:
     """It is lost in the middle of rounds. What was sparse is computed again, and sparse again."""
