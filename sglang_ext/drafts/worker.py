@@ -1,8 +1,8 @@
 """A round of decoding, from top to bottom: draft, verify, accept.
 
     draft     so many decode steps over selected tokens, whose tokens are drawn with shared noise
-    verify    the current token and all drafts, in one pass that attends to everything; it replaces
-              what drafts have written to the KV pool
+    verify    the current token and all drafts, in one pass that attends to everything, in the KV
+              pool or on a cache rank; it replaces what drafts have written to the pool
     accept    drafts are right up to the first that differs; there the verification's token stands
 
 Drafts lie within the newest tokens, which are always attended to, and what is wrong of them is
@@ -251,7 +251,8 @@ def _can_run_ahead(batch: Any) -> bool:
     """Whether all that a token's probabilities depend on is known before those before it are.
 
     Penalties and grammars depend on all tokens before; a batch with such a request decodes one
-    token at a time.
+    token at a time. With a cache rank no request turns sparse in such a batch, so this one never
+    does. One beside it that was sparse already is attended to by the cache rank if need be.
     """
     sampling = batch.sampling_info
     return not (

@@ -69,7 +69,8 @@ class DecodeStep:
         is_exchanged, attended = self._planner.begin_round(
             requests, lengths, exchange is not None, self._ship, drafts
         )
-        attended.exchange = exchange
+        if not any(sequence.orphaned for _, sequence in attended.rows):
+            attended.exchange = exchange
         self.round = attended if attended.rows else None
         if self._eviction is not None:
             for (_, sequence), position in zip(attended.rows, attended.positions, strict=True):

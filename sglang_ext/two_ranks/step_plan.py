@@ -72,7 +72,8 @@ class AttendedRound:
     """The sparse requests of a round.
 
     Attributes:
-        exchange: with the cache rank that was up when the round began; None if none was.
+        exchange: with the cache rank that was up when the round began; None if none was that has
+            them.
         rows: their rows of the batch, with their sequences.
         positions: of their current tokens; the cache rank has all tokens before.
     """
@@ -192,7 +193,8 @@ class StepPlanner:
             if sequence is not None:
                 sequences.append((index, sequence, length - 1))
         for _, sequence, position in sequences:
-            if is_up and (drafts or self._stays_sparse(sequence)):
+            is_shipped = drafts or self._stays_sparse(sequence)
+            if is_up and is_shipped and not sequence.orphaned:
                 ship(sequence, position)
         exchanged, sparse = False, []
         for index, sequence, position in sequences:
