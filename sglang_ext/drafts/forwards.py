@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class Forwards:
     def __init__(self, runner: Any, width: int) -> None:
         self.width = width
         self._runner = runner
+        self._verify_graphs: Any = None
         self._decode_graphs: Any = None
 
     def capture(self, backend: Any) -> None:
@@ -43,9 +45,9 @@ class Forwards:
         Args:
             backend: of attention, whose buffers belong to these graphs.
         """
-        verify_graphs = self._runner.decode_cuda_graph_runner
-        if not hasattr(verify_graphs, "captured_req_width"):
-            self._decode_graphs = verify_graphs  # there are no graphs
+        self._verify_graphs = self._runner.decode_cuda_graph_runner
+        if not hasattr(self._verify_graphs, "captured_req_width"):
+            self._decode_graphs = self._verify_graphs  # there are no graphs
             return
         from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 
@@ -56,11 +58,14 @@ class Forwards:
         finally:
             self._runner.spec_algorithm = algorithm
 
-    @contextlib.contextmanager
-    def as_decode(self) -> Iterator[None]:
+    def as_decode(self) -> AbstractContextManager[None]:
         """Have the model's runner take decode steps for what they are without drafts."""
+        return self._with_graphs(self._decode_graphs)
+
+    @contextlib.contextmanager
+    def _with_graphs(self, graphs: Any) -> Iterator[None]:
         before = self._runner.decode_cuda_graph_runner
-        self._runner.decode_cuda_graph_runner = self._decode_graphs
+        self._runner.decode_cuda_graph_runner = graphs
         try:
             yield
         finally:
@@ -72,7 +77,13 @@ class Forwards:
             return self._runner.forward(decode_batch(self._runner, tokens, slots, lengths, rows))
 
     def verify(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, lengths: Lengths, rows: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        lengths: Lengths,
+        rows: Tensor,
+        in_graph: bool = True,
     ) -> Any:
         """Run all tokens of a round through the model, each attending to all before it.
 
@@ -80,6 +91,7 @@ class Forwards:
             tokens, positions, rows: (B, width), the current token of a request first.
             slots: (B,) request slots.
             lengths: of the requests without these tokens.
+            in_graph: whether it may be replayed; else it runs with what the runner has in place.
 
         Returns:
             SGLang's output; its logits are (B * width, vocabulary).
@@ -97,7 +109,10 @@ class Forwards:
         batch.spec_algorithm = self._runner.spec_algorithm
         if torch.device(self._runner.device).type == "cpu":  # it verifies as it prefills
             _as_extend(batch, lengths, self.width)
-        return self._runner.forward(batch)
+        runner = self._runner
+        graphs = self._verify_graphs if in_graph else runner.decode_cuda_graph_runner
+        with self._with_graphs(graphs):
+            return runner.forward(batch)
 
 
 def _as_extend(batch: ForwardBatch, lengths: Lengths, width: int) -> None:

@@ -191,7 +191,7 @@ class InlineRank:
     ) -> Result:
         return forward()
 
-    def run_verification(self, forward: Callable[[], Result]) -> Result:
+    def run_verification(self, forward: Callable[..., Result]) -> Result:
         return forward()
 
     def capture_both_kinds(self, capture: Callable[[], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -233,11 +234,12 @@ class InferenceRank:
         """What the last round attends to on the cache rank, if anything."""
         return self.decode_step.round
 
-    def run_verification(self, forward: Callable[[], Result]) -> Result:
-        """Verify a round's tokens; those of some requests by the cache rank."""
+    def run_verification(self, forward: Callable[..., Result]) -> Result:
+        """Verify a round's tokens, by `Forwards.verify`; those of some by the cache rank."""
         if self.round is None:
             return forward()
-        return self._attend(self.round, self.config.verified_tokens, forward)
+        eagerly = functools.partial(forward, in_graph=False)
+        return self._attend(self.round, self.config.verified_tokens, eagerly)
 
     def _attend(self, of_round: AttendedRound, width: int, forward: Callable[[], Result]) -> Result:
         assert self._verifying is not None
