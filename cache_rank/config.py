@@ -111,6 +111,8 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         draft_steps: 0, or the most steps that follow one another of a request from the newest token
             that is held: they only draft. What they bring of K and V is not held; the tokens that
             come of them are shipped.
+        verified_tokens: 0, or how many tokens of a request are verified at once, at most: the cache
+            rank attends for them to all that it holds.
         max_rows: most requests of one step.
         checksum: both ranks compare checksums of the slots at every step (slow, for debugging).
 
@@ -138,6 +140,7 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     score_normalizer: ScoreNormalizer = "all"
     wire_dtype: WireDtype = "bf16"
     draft_steps: int = 0
+    verified_tokens: int = 0
     max_rows: int = 256
     checksum: bool = False
 
@@ -161,7 +164,13 @@ class CacheRankConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        not_negative = ("sink_tokens", "recent_tokens", "hysteresis", "draft_steps")
+        not_negative = (
+            "sink_tokens",
+            "recent_tokens",
+            "hysteresis",
+            "draft_steps",
+            "verified_tokens",
+        )
         for name in (*not_negative, "budget_factor", "least_budget"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")

@@ -11,6 +11,8 @@ whose sizes follow from control messages alone. A step of R rows exchanges, for 
 and on the bulk channel travel n tokens, keys and values (2, layers, n, Hkv, D), and what a layer's
 queries are forecast by, (H + 2, Hq, D). Back on the bulk channel travels what a Restore asks for:
 how many tokens, (1,) int64, and their pages as the format holds them, (packed_bytes,) uint8 each.
+For an Attend of R rows, each layer's queries (R, width, Hq, D) travel there, and an AttendedMessage
+back, layer by layer.
 Tokens are in the dtype of the KV pool, but for those of a down message, which are in the wire
 dtype, and those that come back.
 """
@@ -27,7 +29,7 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.schedule import LayerMessage
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 NO_SEQUENCE = -1
 
 
@@ -123,6 +125,18 @@ class Restore(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     names: list[int]
 
 
+class Attend(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Queries of these rows are to attend to all tokens held; they follow on the bulk channel.
+
+    Attributes:
+        rows: the cache rank holds all tokens before the position of each, and no other.
+        width: queries of each row and query head, at most `verified_tokens`.
+    """
+
+    rows: list[Row]
+    width: int
+
+
 class QueryProjection(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """By what the queries of a layer are forecast; the tensor follows on the bulk channel.
 
@@ -198,7 +212,18 @@ class Report(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 ToCacheRank = (
-    Open | Step | Load | Adopt | Share | Drop | Restore | QueryProjection | KeyBasis | End | Flush
+    Open
+    | Step
+    | Load
+    | Adopt
+    | Share
+    | Drop
+    | Restore
+    | Attend
+    | QueryProjection
+    | KeyBasis
+    | End
+    | Flush
 )
 ToInferenceRank = Ready | Opened | Report
 
@@ -304,6 +329,28 @@ class DownMessage:
         tokens = _Part(config.wire_torch_dtype, (*entries, config.wire_width))
         header = _Part(torch.int64, (rows, len(AnswerHeader._fields)))
         return header, _Part(torch.int32, entries), tokens, tokens
+
+
+class AttendedMessage:
+    """Views into one packed message: what the queries of a layer attended to.
+
+    Attributes:
+        buffer: (bytes,) uint8.
+        outputs: (rows, width, Hq, D) in the dtype of the KV pool.
+        log_sums: (rows, width, Hq) float32, log-sum-exps of the logits.
+    """
+
+    def __init__(
+        self, config: CacheRankConfig, rows: int, width: int, device: torch.device
+    ) -> None:
+        model = config.model
+        shape = (rows, width, model.query_heads)
+        outputs = _Part(model.torch_dtype, (*shape, model.head_dim))
+        log_sums = _Part(torch.float32, shape)
+        start = _aligned(outputs.bytes)
+        self.buffer = torch.empty(start + log_sums.bytes, dtype=torch.uint8, device=device)
+        self.outputs = self.buffer[: outputs.bytes].view(outputs.dtype).view(outputs.shape)
+        self.log_sums = self.buffer[start:].view(log_sums.dtype).view(log_sums.shape)
 
 
 def up_sizes(config: CacheRankConfig, rows: int) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cache_rank import residency
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.channels.link import Link
 from cache_rank.channels.rate import RateLimit
 from cache_rank.channels.transport import Pending
@@ -23,6 +24,8 @@ from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     NO_SEQUENCE,
     Adopt,
+    Attend,
+    AttendedMessage,
     DownMessage,
     Drop,
     End,
@@ -124,12 +127,28 @@ class CacheRank:
         while sequence.filled < wanted or sequence.queries < queries:
             rows = [Row(sequence.sequence_id, max(sequence.tokens, sequence.stepped))]
             self._warm_up_step(rows, refused=())
+        if config.verified_tokens:
+            self._warm_up_attending(config.max_rows if on_gpu else 1)
         if on_gpu:  # forecasts of many rows have a kernel of their own
             rows = [Row(NO_SEQUENCE, 0)] * config.max_rows
             self._warm_up_step(rows, refused=range(config.max_rows))
         selector.end(NO_SEQUENCE)
         if on_gpu:
             torch.cuda.synchronize(self._device)
+
+    def _warm_up_attending(self, most: int) -> None:
+        """Attend for one row, two, four and so on: kernels depend on how many there are."""
+        model, rows = self.config.model, 1
+        with self._link.in_background():
+            if self._device.type == "cuda":
+                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            while rows <= most:
+                attended = self.selector.attended([Row(NO_SEQUENCE, 0)] * rows)
+                for width in (1, self.config.verified_tokens):
+                    shape = (rows, width, model.query_heads, model.head_dim)
+                    queries = torch.zeros(shape, dtype=model.torch_dtype, device=self._device)
+                    self.selector.attend(attended, 0, queries)
+                rows *= 2
 
     def _warm_up_step(self, rows: Sequence[Row], refused: Collection[int]) -> None:
         selector, messages = self.selector, self._messages.of(len(rows))
@@ -152,6 +171,8 @@ class CacheRank:
                 self.drop(message.names)
             case Restore():
                 self.restore(message.names)
+            case Attend():
+                self.attend(message)
             case QueryProjection():
                 self.load_projection(message)
             case KeyBasis():
@@ -245,6 +266,34 @@ class CacheRank:
                 sent = self._link.bulk.send(packed)
             sent.wait(PEER_SECONDS)
         _require(tokens > 0, f"Restore of pages {names}, some of which there are not")
+
+    def attend(self, message: Attend) -> None:
+        """Attend for requests whose drafts are verified, layer after layer.
+
+        All of it is queued behind the shipments that the tokens came with. Nothing is received for
+        rows that no inference rank sends, which then finds that this rank does not answer.
+        """
+        config, rows, width = self.config, message.rows, message.width
+        may_be = 0 < len(rows) <= config.max_rows and 0 < width <= config.verified_tokens
+        _require(may_be, f"Attend of {len(rows)} rows, {width} queries each")
+        for row in rows:
+            sequence = self.selector.sequences.get(row.sequence_id)
+            held = None if sequence is None else sequence.tokens
+            why = f"Attend at {row.position} for sequence {row.sequence_id}, which holds {held}"
+            _require(held == row.position > 0, why)
+        with self._link.in_background():
+            self._attend(self.selector.attended(rows), width)
+
+    def _attend(self, rows: BatchMetadata, width: int) -> None:
+        config, bulk = self.config, self._link.bulk
+        answer = AttendedMessage(config, len(rows.slots), width, self._device)
+        queries = torch.empty_like(answer.outputs)
+        for layer in range(config.model.layers):
+            bulk.receive(queries).wait(PEER_SECONDS)
+            outputs, log_sums = self.selector.attend(rows, layer, queries)
+            answer.outputs.copy_(outputs)
+            answer.log_sums.copy_(log_sums)
+            bulk.send(answer.buffer).wait(PEER_SECONDS)
 
     def load_projection(self, message: QueryProjection) -> None:
         """Take over by what a layer's queries are forecast.

@@ -258,6 +258,22 @@ class Selector:
         """Take over how a layer's keys are sketched, (Hkv, D + 1, D)."""
         self._residency.load_basis(layer, basis)
 
+    def attended(self, rows: Sequence[Row]) -> BatchMetadata:
+        """Rows that attend to all tokens that their sequences, which are live, hold."""
+        sequences = [self.sequences[row.sequence_id] for row in rows]
+        on_host = [(sequence.slot, sequence.tokens - 1) for sequence in sequences]
+        slots, positions = torch.tensor(on_host, dtype=torch.int32).unbind(1)
+        width = max(len(sequence.pages) for sequence in sequences)
+        table = self._slot_pages[slots.long(), :width]
+        table, slots, positions = upload((table, slots, positions), self._device)
+        capacity = 1 + max(position for _, position in on_host)
+        paged = PagedRows(table, slots, positions)
+        return BatchMetadata(paged, slots, slots, slots, capacity, on_host)
+
+    def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend with queries (R, Q, Hq, D); see `Residency.attend`."""
+        return self._residency.attend(rows, layer, queries)
+
     def begin_step(
         self,
         number: int,

@@ -159,6 +159,12 @@ def prefix_namespace(request: Any) -> tuple[str | None, ...]:
     return (request.extra_key,)
 
 
+def skip_retracted(scheduler: Any) -> None:
+    """Have the results of requests that were retracted skipped, also where steps do not overlap."""
+    processor = scheduler.batch_result_processor  # frozen
+    object.__setattr__(processor, "enable_overlap", True)
+
+
 SKIPS_FINISHING = IS_NEW
 """In the new release requests leave the running batch while their last result is under way."""
 

@@ -353,7 +353,9 @@ class CacheRankFlags(ServerArgs):
         flags = {field: getattr(self, field) for field in CACHE_RANK_FIELDS}
         checksum = os.environ.get(CHECKSUM_VARIABLE) == "1"
         config = make_config(flags, model, max_rows, checksum)
-        return msgspec.structs.replace(config, draft_steps=self.draft_steps)
+        steps = self.draft_steps
+        verified = steps + 1 if steps and self.inference_kv == "working-set" else 0
+        return msgspec.structs.replace(config, draft_steps=steps, verified_tokens=verified)
 
 
 SGLANG_FIELDS = compat.default_values(ServerArgs)

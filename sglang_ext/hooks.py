@@ -9,6 +9,7 @@ nothing on a server that decodes densely, but refuse `custom_params` that are no
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -71,18 +72,19 @@ def process_result(
     is_round = drafting is not None and width > 1
     if (plan is not None or is_round) and result.copy_done is not None:
         result.copy_done.synchronize()  # the next that SGLang does
-    if is_round:
-        repeat(batch.reqs, result)
-    if rank is None or plan is None:
+    with contextlib.ExitStack() as stack:
+        if rank is not None and plan is not None:
+            compat.skip_retracted(scheduler)
+            stack.enter_context(rank.cache_rank.without_stale(plan))
+        if is_round:
+            repeat(batch.reqs, result)
         original(scheduler, batch, result, *args, **kw)
-        if rank is not None and not width:
-            rank.on_prefilled(batch.reqs)
-        if drafts and drafting is not None and drafting.drafts is not None:
-            drafting.drafts.note(result.num_correct_drafts_per_req_cpu, drafts)
-        return
-    with rank.cache_rank.without_stale(plan):
-        original(scheduler, batch, result, *args, **kw)
-    rank.cache_rank.retract_left(scheduler)
+    if rank is not None and plan is not None:
+        rank.cache_rank.retract_left(scheduler)
+    elif rank is not None and not width:
+        rank.on_prefilled(batch.reqs)
+    if drafts and drafting is not None and drafting.drafts is not None:
+        drafting.drafts.note(result.num_correct_drafts_per_req_cpu, drafts)
 
 
 def after_request(result: None, request: Any, *_: Any, **__: Any) -> None:

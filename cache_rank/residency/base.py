@@ -41,6 +41,9 @@ class Residency(ABC):
     lossless: ClassVar[bool] = False
     """Tokens are read back as they came."""
 
+    attends: ClassVar[bool] = False
+    """It can attend to all tokens that it holds."""
+
     captures_append: ClassVar[bool] = True
     """Appends of as many rows always queue the same work, so that CUDA graphs can capture them."""
 
@@ -157,6 +160,20 @@ class Residency(ABC):
         Keys and values, (..., C, width), are in the pool's dtype or another of a message, see
         `to_wire`.
         """
+
+    def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """Attend to all tokens of each row up to its position, as exactly as they are held.
+
+        Args:
+            queries: (R, Q, Hq, D), of later tokens, in the pool's dtype.
+
+        Returns:
+            Outputs (R, Q, Hq, D) and log-sum-exps (R, Q, Hq), float32.
+
+        Raises:
+            NotImplementedError: the format does not attend.
+        """
+        raise NotImplementedError(f"{self.name} does not attend")
 
     def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:
         """Take over tokens whose page the sequence has from another, so that they can be newest.

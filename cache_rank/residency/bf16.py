@@ -10,6 +10,7 @@ from torch import Tensor
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.append import append_step, load_tokens
+from cache_rank.kernels.attention import attend_to
 from cache_rank.kernels.gather import gather_step
 from cache_rank.kernels.score import score_step
 from cache_rank.pages import PAGE_TOKENS
@@ -21,6 +22,7 @@ class Bf16Residency(Residency):
 
     name: ClassVar[str] = "bf16"
     lossless: ClassVar[bool] = True
+    attends: ClassVar[bool] = True
 
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:
@@ -61,6 +63,20 @@ class Bf16Residency(Residency):
             workspace,
             out,
         )
+
+    def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Residency.attend`. It takes a copy of a row's keys and values at a time."""
+        parts = []
+        for row, (_, position) in enumerate(rows.on_host):
+            keys, values = (
+                rows.paged.resident(pool, slice(layer, layer + 1), row, position)
+                for pool in (self._keys, self._values)
+            )
+            is_seen = torch.ones((1, 1, position + 1), dtype=torch.bool, device=keys.device)
+            of_row = queries[row : row + 1]
+            parts.append(attend_to(of_row, keys, values, is_seen, self._model.scale))
+        out, log_sums = (torch.cat(of_rows) for of_rows in zip(*parts, strict=True))
+        return out, log_sums
 
     def gather(
         self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor

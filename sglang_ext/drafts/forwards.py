@@ -77,7 +77,13 @@ class Forwards:
             return self._runner.forward(decode_batch(self._runner, tokens, slots, lengths, rows))
 
     def verify(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, lengths: Lengths, rows: Tensor
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        lengths: Lengths,
+        rows: Tensor,
+        in_graph: bool = True,
     ) -> Any:
         """Run all tokens of a round through the model, each attending to all before it.
 
@@ -85,6 +91,7 @@ class Forwards:
             tokens, positions, rows: (B, width), the current token of a request first.
             slots: (B,) request slots.
             lengths: of the requests without these tokens.
+            in_graph: whether it may be replayed; else it runs with what the runner has in place.
 
         Returns:
             SGLang's output; its logits are (B * width, vocabulary).
@@ -102,8 +109,10 @@ class Forwards:
         batch.spec_algorithm = self._runner.spec_algorithm
         if torch.device(self._runner.device).type == "cpu":  # it verifies as it prefills
             _as_extend(batch, lengths, self.width)
-        with self._with_graphs(self._verify_graphs):
-            return self._runner.forward(batch)
+        runner = self._runner
+        graphs = self._verify_graphs if in_graph else runner.decode_cuda_graph_runner
+        with self._with_graphs(graphs):
+            return runner.forward(batch)
 
 
 def _as_extend(batch: ForwardBatch, lengths: Lengths, width: int) -> None:

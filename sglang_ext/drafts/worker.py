@@ -1,8 +1,8 @@
 """A round of decoding, from top to bottom: draft, verify, accept.
 
     draft     so many decode steps over selected tokens, whose tokens are drawn with shared noise
-    verify    the current token and all drafts, in one pass that attends to everything; it replaces
-              what drafts have written to the KV pool
+    verify    the current token and all drafts, in one pass that attends to everything, in the KV
+              pool or on a cache rank; it replaces what drafts have written to the pool
     accept    drafts are right up to the first that differs; there the verification's token stands
 
 Drafts lie within the newest tokens, which are always attended to, and what is wrong of them is
@@ -108,7 +108,7 @@ class DraftWorker(BaseSpecWorker):
             return self._round(rank, batch, lengths, drafts, publish)
         if runs_ahead and not batch.return_logprob:
             return self._dense_round(rank, batch, lengths, publish)
-        return self._decode(batch, lengths, publish)
+        return self._decode(rank, batch, lengths, publish)
 
     def _read(self, batch: Any, publish: Publish) -> GenerationBatchResult:
         """Run a prefill, which samples first tokens."""
@@ -117,7 +117,9 @@ class DraftWorker(BaseSpecWorker):
         result.next_draft_input = CurrentTokens(result.next_token_ids)
         return result
 
-    def _decode(self, batch: Any, lengths: Lengths, publish: Publish) -> GenerationBatchResult:
+    def _decode(
+        self, rank: SelectingRank, batch: Any, lengths: Lengths, publish: Publish
+    ) -> GenerationBatchResult:
         """Decode one token of each request as without drafts."""
         after = lengths.after(1)
         publish(after.device)
@@ -132,7 +134,7 @@ class DraftWorker(BaseSpecWorker):
             logprobs = result.logits_output.next_token_logprobs
             result.logits_output.next_token_logprobs = logprobs.view(-1, 1)
         ones = torch.ones_like(after.device, dtype=torch.int32)
-        return self._finish(result, result.next_token_ids, ones, lengths, 1)
+        return self._finish(rank, result, result.next_token_ids, ones, lengths, 1)
 
     def _dense_round(
         self, rank: SelectingRank, batch: Any, lengths: Lengths, publish: Publish
@@ -144,7 +146,7 @@ class DraftWorker(BaseSpecWorker):
         tokens, output = self._run_ahead(rank.run_dense, batch, lengths, *places, steps)
         counts = torch.full_like(lengths.device, steps, dtype=torch.int32)
         result = self._result(batch, output)
-        return self._finish(result, tokens[:, 1:].flatten(), counts, lengths, steps)
+        return self._finish(rank, result, tokens[:, 1:].flatten(), counts, lengths, steps)
 
     def _round(
         self,
@@ -160,7 +162,9 @@ class DraftWorker(BaseSpecWorker):
         tokens[:, : drafts + 1] = drafted
 
         slots, sampling = batch.req_pool_indices, batch.sampling_info
-        output = self.forwards.verify(tokens, positions, slots, lengths, rows)
+        output = rank.run_verification(
+            functools.partial(self.forwards.verify, tokens, positions, slots, lengths, rows)
+        )
         logits = output.logits_output.next_token_logits
         verified = draw(logits, sampling, sampling.sampling_seed, positions.flatten())
         right = accepted(drafted[:, 1:], verified.view(-1, self._width))
@@ -170,7 +174,7 @@ class DraftWorker(BaseSpecWorker):
             compat.add_spec_logprobs(batch, output.logits_output, verified, self._width)
         result = self._result(batch, output)
         result.cache_rank_drafts = drafts
-        return self._finish(result, verified, counts, lengths, self._width)
+        return self._finish(rank, result, verified, counts, lengths, self._width)
 
     def _run_ahead(
         self,
@@ -206,6 +210,7 @@ class DraftWorker(BaseSpecWorker):
 
     def _finish(
         self,
+        rank: SelectingRank,
         result: GenerationBatchResult,
         tokens: Tensor,
         counts: Tensor,
@@ -218,6 +223,7 @@ class DraftWorker(BaseSpecWorker):
         result.new_seq_lens = lengths.device + counts
         result.speculative_num_draft_tokens = width
         result.next_draft_input = CurrentTokens(last.flatten().long())
+        result.cache_rank_plan = rank.round
         return result
 
     def _places(self, batch: Any, lengths: Lengths, count: int) -> tuple[Tensor, Tensor]:
@@ -245,7 +251,8 @@ def _can_run_ahead(batch: Any) -> bool:
     """Whether all that a token's probabilities depend on is known before those before it are.
 
     Penalties and grammars depend on all tokens before; a batch with such a request decodes one
-    token at a time.
+    token at a time. With a cache rank no request turns sparse in such a batch, so this one never
+    does. One beside it that was sparse already is attended to by the cache rank if need be.
     """
     sampling = batch.sampling_info
     return not (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
@@ -29,9 +29,12 @@ class InlineRank:
         payoff: tells which steps selection makes shorter; None where it does not matter.
         drafts: tells how many drafts a round has; None without drafts.
         draft_weights: of 4 bits; None where drafts run with the model's.
+        round: nothing is verified elsewhere.
         fit_again: fits the sketches to weights that will be loaded, and says whether it could; None
             where they are fitted to those of today.
     """
+
+    round: ClassVar[None] = None
 
     def __init__(self, args: CacheRankServerArgs, selection: Selection, tp_rank: int) -> None:
         self.selection = selection
@@ -186,6 +189,9 @@ class InlineRank:
     def run_dense(
         self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]
     ) -> Result:
+        return forward()
+
+    def run_verification(self, forward: Callable[..., Result]) -> Result:
         return forward()
 
     def capture_both_kinds(self, capture: Callable[[], None]) -> None:

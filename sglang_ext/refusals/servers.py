@@ -14,6 +14,7 @@ from sglang.srt.environ import envs
 
 from cache_rank.channels.rate import RateLimit
 from cache_rank.config import ModelShape
+from cache_rank.residency import FORMATS
 from sglang_ext import compat, cpu
 from sglang_ext.disaggregation.codec import codes_of
 from sglang_ext.disaggregation.wire import secret_of_environment
@@ -171,8 +172,7 @@ def exchange(args: CacheRankFlags) -> Iterator[Objection]:
     if args.has_drafts:
         yield from _drafts(args)
     if args.has_drafts and frees_rows:
-        why = "drafts are verified over all tokens, in SGLang's KV pool"
-        yield Objection("--inference-kv", why, "pass full, or drop --speculative-algorithm")
+        yield from _verified_elsewhere(args)
     if not args.has_drafts and (
         args.disable_overlap_schedule or args.max_queued_requests is not None
     ):
@@ -271,6 +271,20 @@ def _drafts(args: CacheRankFlags) -> Iterator[Objection]:
         yield Objection("--speculative-eagle-topk", "drafts are a chain")
     if args.rounds_draft_weights:
         yield from _rounded_weights(args)
+
+
+def _verified_elsewhere(args: CacheRankFlags) -> Iterator[Objection]:
+    able = [name for name, held in FORMATS.items() if held.attends]
+    if args.kv_residency not in able:
+        why = f"a cache rank verifies drafts over tokens that it holds as {' or '.join(able)}"
+        remedy = "pass one of them, pass --inference-kv full, or drop --speculative-algorithm"
+        yield Objection("--inference-kv --kv-residency", why, remedy)
+    if args.max_queued_requests is not None:
+        why = (
+            "requests whose cache rank is lost are queued again, which a full queue would turn away"
+        )
+        remedy = "drop --max-queued-requests, or pass --inference-kv full"
+        yield Objection("--inference-kv --max-queued-requests", why, remedy)
 
 
 def _rounded_weights(args: CacheRankFlags) -> Iterator[Objection]:

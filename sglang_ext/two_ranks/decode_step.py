@@ -5,7 +5,8 @@
     forward    is SGLang's; attention.py meets the exchange at the gate, layer group by layer group
     end        accounts for the step, ships chunks of prompts, and evicts what the cache rank has
 
-With drafts, `begin_round` comes before the steps of a round: it ships what has been verified.
+With drafts, `begin_round` comes before the steps of a round: it ships what has been verified, and
+notes what can be evicted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from sglang_ext.two_ranks.exchange.base import Exchange, Gate
 from sglang_ext.two_ranks.lifecycle import Phase, SparseSequence
 from sglang_ext.two_ranks.recovery import CacheRankClient
 from sglang_ext.two_ranks.shipping import Shipping
-from sglang_ext.two_ranks.step_plan import StepPlan, StepPlanner
+from sglang_ext.two_ranks.step_plan import AttendedRound, StepPlan, StepPlanner
 from sglang_ext.two_ranks.tracing import Tracer
 
 Result = TypeVar("Result")
@@ -33,6 +34,8 @@ class DecodeStep:
 
     Attributes:
         running: the plan of the step being run, or None outside decode.
+        round: with drafts, the requests for which the cache rank attends in this round; None if
+            there are none.
         tracer: of its timeline; None if none is wanted.
     """
 
@@ -47,6 +50,7 @@ class DecodeStep:
         tracer: Tracer | None,
     ) -> None:
         self.running: StepPlan | None = None
+        self.round: AttendedRound | None = None
         self._planner = planner
         self._gate = gate
         self._cache_rank = cache_rank
@@ -55,22 +59,33 @@ class DecodeStep:
         self._metrics = metrics
         self.tracer = tracer
 
-    def begin_round(self, requests: list[Any], lengths: list[int], exchanges: bool) -> bool:
+    def begin_round(self, requests: list[Any], lengths: list[int], drafts: bool) -> bool:
         """Before the steps of a round; see `StepPlanner.begin_round`.
 
-        Args:
-            exchanges: whether steps of the round may be exchanged: they draft.
+        What of a sparse request is evicted while the round is computed was verified before it.
         """
         self._cache_rank.follow_supervisor()
-        is_up = self._cache_rank.exchange is not None
-        ship = self._ship if exchanges else None
-        is_exchanged = self._planner.begin_round(requests, lengths, is_up, ship)
+        exchange = self._cache_rank.exchange
+        is_exchanged, attended = self._planner.begin_round(
+            requests, lengths, exchange is not None, self._ship, drafts
+        )
+        if not any(sequence.orphaned for _, sequence in attended.rows):
+            attended.exchange = exchange
+        self.round = attended if attended.rows else None
+        if self._eviction is not None:
+            for (_, sequence), position in zip(attended.rows, attended.positions, strict=True):
+                self._eviction.note(sequence, position)
         if not is_exchanged and self._planner.lifecycle.live:
             self._metrics.on_no_sparse_requests()
         return is_exchanged
 
     def _ship(self, sequence: SparseSequence, tokens: int) -> None:
         for _ in range(CHUNKS_OF_A_ROUND):
+            self._shipping.advance(sequence, tokens)
+        # The cache rank attends to what it has, if it attends; that is all of it.
+        while sequence.phase is Phase.SPARSE and sequence.shipped < tokens:
+            if self._cache_rank.exchange is None:
+                return
             self._shipping.advance(sequence, tokens)
 
     def run(
@@ -121,7 +136,8 @@ class DecodeStep:
             self._metrics.on_no_sparse_requests()
         for sequence, length in plan.shipping:
             self._shipping.advance(sequence, length)
-        if self._eviction is not None and self._cache_rank.exchange is not None:
+        is_up = self._cache_rank.exchange is not None
+        if self._eviction is not None and is_up and self.round is None:
             for row in plan.rows:
                 if row.sequence.phase is Phase.SPARSE:
                     self._eviction.note(row.sequence, row.position)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -32,9 +33,10 @@ from sglang_ext.two_ranks.recovery import CacheRankClient
 from sglang_ext.two_ranks.restoring import Restoring
 from sglang_ext.two_ranks.selection_weights import SelectionWeights
 from sglang_ext.two_ranks.shipping import Shipping
-from sglang_ext.two_ranks.step_plan import StepPlanner
+from sglang_ext.two_ranks.step_plan import AttendedRound, StepPlanner
 from sglang_ext.two_ranks.supervisor import Supervisor
 from sglang_ext.two_ranks.tracing import Tracer
+from sglang_ext.two_ranks.verifying import VerifyingBackend
 
 Result = TypeVar("Result")
 
@@ -87,6 +89,7 @@ class InferenceRank:
         evicts = args.inference_kv == "working-set"
         self.eviction = Eviction(args, pools) if evicts else None
         self.restoring: Restoring | None = None
+        self._verifying: VerifyingBackend | None = None
         self._allocator = pools.allocator
         self._supervisor = supervisor
         tracer = Tracer(args.trace, args.trace_steps) if args.trace else None
@@ -102,7 +105,7 @@ class InferenceRank:
             self.table,
             self.metrics,
             recomputes=evicts,
-            drafts=self.drafts is not None,
+            drafts=self.drafts is not None and not evicts,
         )
         self._shipping = Shipping(
             self.cache_rank,
@@ -172,7 +175,8 @@ class InferenceRank:
                 exchange.send_of_layer(QueryProjection(layer), projection)
 
     def _on_input(self, group: int, hidden: Tensor, residual: Tensor | None, batch: Any) -> None:
-        if not batch.forward_mode.is_decode():
+        is_exchanged = self._verifying is None or not self._verifying.is_running
+        if not batch.forward_mode.is_decode() or not is_exchanged:
             return
         if self.device.type == "cuda" or self.decode_step.running is not None:
             self.gate.stage_hidden(group, hidden, residual)
@@ -192,7 +196,9 @@ class InferenceRank:
         With drafts it is one that does not draft, and there is nothing of it to be taken back.
         """
         if self.drafts is not None:
-            self.decode_step.begin_round(requests, lengths, exchanges=False)
+            self.decode_step.begin_round(requests, lengths, drafts=False)
+            if self.round is not None:
+                return self._attend(self.round, 1, forward)
         result, plan = self.decode_step.run(requests, lengths, forward)
         if self.drafts is None:
             result.cache_rank_plan = plan  # type: ignore[attr-defined]
@@ -201,13 +207,19 @@ class InferenceRank:
     # Drafts; `InlineRank` has the same methods.
 
     def draft_backend(self, runner: Any) -> Any:
-        """The attention backend of decode steps; the runner's own verifies, too."""
+        """The attention backend of decode steps; the runner's own verifies, too.
+
+        Where tokens leave the pool, another one verifies for some.
+        """
+        if self.eviction is not None:
+            scale = self.config.model.scale
+            self._verifying = VerifyingBackend(runner, self.args, scale, self.cache_rank)
         return runner.attn_backend.decode_backend
 
     def plan_drafts(self, requests: list[Any], lengths: list[int]) -> int:
         """Begin a round, and decide how many drafts it has."""
         assert self.drafts is not None
-        is_exchanged = self.decode_step.begin_round(requests, lengths, exchanges=True)
+        is_exchanged = self.decode_step.begin_round(requests, lengths, drafts=True)
         return self.drafts.most if is_exchanged else 0
 
     def run_draft(
@@ -216,6 +228,22 @@ class InferenceRank:
         return self.decode_step.run(requests, lengths, forward)[0]
 
     run_dense = run_draft
+
+    @property
+    def round(self) -> AttendedRound | None:
+        """What the last round attends to on the cache rank, if anything."""
+        return self.decode_step.round
+
+    def run_verification(self, forward: Callable[..., Result]) -> Result:
+        """Verify a round's tokens, by `Forwards.verify`; those of some by the cache rank."""
+        if self.round is None:
+            return forward()
+        eagerly = functools.partial(forward, in_graph=False)
+        return self._attend(self.round, self.config.verified_tokens, eagerly)
+
+    def _attend(self, of_round: AttendedRound, width: int, forward: Callable[[], Result]) -> Result:
+        assert self._verifying is not None
+        return self._verifying.run(of_round, width, forward)
 
     # Events of the model.
 

@@ -24,7 +24,7 @@ from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.two_ranks.exchange.base import Exchange
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.two_ranks.lifecycle import Lifecycle, Phase
-from sglang_ext.two_ranks.step_plan import StepPlan
+from sglang_ext.two_ranks.step_plan import AttendedRound, StepPlan
 from sglang_ext.two_ranks.supervisor import Supervisor
 from sglang_ext.two_ranks.working_set import WorkingSetTable
 
@@ -51,7 +51,7 @@ class CacheRankClient:
         Args:
             recomputes: whether sparse requests must be recomputed after a loss; else they go on
                 dense.
-            drafts: whether sparse steps only draft: one without its selection is not stale.
+            drafts: whether sparse steps only draft, and the pool verifies: nothing is stale then.
         """
         self.exchange: Exchange | None = None
         self.retractions = 0
@@ -74,6 +74,11 @@ class CacheRankClient:
             action(self.exchange)
         except (TransportError, ControlError, CacheRankDownError) as error:
             self._lose(str(error))
+
+    def lose(self, why: Exception) -> None:
+        """Let go of the cache rank because of what happened in a forward pass."""
+        if self.exchange is not None:
+            self._lose(str(why))
 
     def tell(self, message: Share | Drop | End | Flush) -> None:
         """Send a message that nothing follows, if the cache rank is up."""
@@ -144,7 +149,7 @@ class CacheRankClient:
     # Requests that SGLang recomputes.
 
     @contextlib.contextmanager
-    def without_stale(self, plan: StepPlan) -> Iterator[None]:
+    def without_stale(self, plan: StepPlan | AttendedRound) -> Iterator[None]:
         """Let SGLang skip, in the result of a step, the requests that missed their answers.
 
         They are retracted before the next batch, so that the step under way is skipped as well.
@@ -159,13 +164,11 @@ class CacheRankClient:
             for request, was_retracted in zip(stale, were_retracted, strict=True):
                 request.is_retracted = was_retracted
 
-    def _take_stale(self, plan: StepPlan) -> list[Any]:
-        if plan.exchange is None:
-            return []
-        sequences = plan.exchange.stale_requests(plan.step, plan.sparse)
+    def _take_stale(self, plan: StepPlan | AttendedRound) -> list[Any]:
+        sequences = plan.stale_requests()
         if not sequences:
             return []
-        if plan.exchange is self.exchange:
+        if self.exchange is not None and plan.exchange is self.exchange:
             self._lose("its answers do not come any more")
         stale = [sequence.request for sequence in sequences]
         self._orphans += [request for request in stale if request not in self._orphans]

@@ -60,6 +60,34 @@ class StepPlan:
     shipping: list[tuple[SparseSequence, int]] = dataclasses.field(default_factory=list)
     exchange: Exchange | None = None
 
+    def stale_requests(self) -> list[SparseSequence]:
+        """Those that went on without answers that they should have had, once it is computed."""
+        if self.exchange is None:
+            return []
+        return self.exchange.stale_requests(self.step, self.sparse)
+
+
+@dataclasses.dataclass(slots=True)
+class AttendedRound:
+    """The sparse requests of a round.
+
+    Attributes:
+        exchange: with the cache rank that was up when the round began; None if none was that has
+            them.
+        rows: their rows of the batch, with their sequences.
+        positions: of their current tokens; the cache rank has all tokens before.
+    """
+
+    exchange: Exchange | None = None
+    rows: list[tuple[int, SparseSequence]] = dataclasses.field(default_factory=list)
+    positions: list[int] = dataclasses.field(default_factory=list)
+
+    def stale_requests(self) -> list[SparseSequence]:
+        """Those for which the cache rank may not have attended, once the round is computed."""
+        is_lost = self.exchange is None or self.exchange.is_lost
+        sequences = [sequence for _, sequence in self.rows if not sequence.ended]
+        return [sequence for sequence in sequences if is_lost or sequence.orphaned]
+
 
 def _step_numbers(table: WorkingSetTable) -> HostToDeviceRing:
     batch_at_most = table.table.shape[0] + GRAPH_PADDING
@@ -121,6 +149,7 @@ class StepPlanner:
         )
         self.numbers = _step_numbers(self.table) if by_kernels else None
         self._config = config
+        self._evicts = args.inference_kv == "working-set"
         self._least_sparse_length = args.sparse_from
         self._metrics = metrics
         self._req_to_token = pools.req_to_token
@@ -136,44 +165,60 @@ class StepPlanner:
         requests: Sequence[Any],
         lengths: Sequence[int],
         is_up: bool,
-        ship: Callable[[SparseSequence, int], None] | None,
-    ) -> bool:
+        ship: Callable[[SparseSequence, int], None],
+        drafts: bool,
+    ) -> tuple[bool, AttendedRound]:
         """Before the steps of a round of drafts, or dense ones: bring sequences up to its start.
 
         Those of which the cache rank has all but the current token are exchanged in the round. All
-        others are dense.
+        others are dense, but for sparse ones whose tokens leave the pool. Those are shipped in any
+        round, because the cache rank attends for them.
 
         Args:
             lengths: of each, the current token included; those before it are verified.
-            ship: ships what is verified of a sequence that has so many tokens; None in a round
-                without drafts, where none is exchanged.
+            ship: ships what is verified of a sequence that has so many tokens.
+            drafts: whether the round drafts; else none is exchanged, and none begins.
+
+        Returns:
+            Whether some are exchanged, and for which the cache rank attends.
         """
         prepare_requests(requests)
-        sequences: list[tuple[SparseSequence, int]] = []
-        for request, length in zip(requests, lengths, strict=True):
+        attended = AttendedRound()
+        sequences: list[tuple[int, SparseSequence, int]] = []
+        for index, (request, length) in enumerate(zip(requests, lengths, strict=True)):
             sequence = self.lifecycle.live.get(pool_state(request).req_pool_idx)
             if sequence is None:
                 least = self.sparse_anyway_from
-                sequence = self._begin(request, length, is_up, least, ships=ship is not None)
+                sequence = self._begin(request, length, is_up, least, ships=drafts)
             if sequence is not None:
-                sequences.append((sequence, length - 1))
-        if ship is not None and is_up:
-            for each in sequences:
-                ship(*each)
+                sequences.append((index, sequence, length - 1))
+        for _, sequence, position in sequences:
+            is_shipped = drafts or self._stays_sparse(sequence)
+            if is_up and is_shipped and not sequence.orphaned:
+                ship(sequence, position)
         exchanged, sparse = False, []
-        for sequence, position in sequences:
+        for index, sequence, position in sequences:
             if sequence.ended:  # the cache rank was lost just now, or has no room
                 continue
-            if ship is None or sequence.shipped != position:
+            is_complete = drafts and sequence.shipped == position
+            if not is_complete and not self._stays_sparse(sequence):
                 self._park(sequence)
                 continue
-            exchanged = True
-            self._move_on(sequence, position)
+            if not sequence.orphaned:
+                exchanged = True
+                self._move_on(sequence, position)
             if sequence.phase is Phase.SPARSE:
                 sparse.append((sequence.row, position))
+            if self._stays_sparse(sequence):
+                attended.rows.append((index, sequence))
+                attended.positions.append(position)
         if sparse:
             self.table.begin_round(*zip(*sparse, strict=True))
-        return exchanged
+        return exchanged, attended
+
+    def _stays_sparse(self, sequence: SparseSequence) -> bool:
+        """Whether a sequence cannot attend to everything in the pool any more."""
+        return self._evicts and sequence.phase is Phase.SPARSE
 
     def _park(self, sequence: SparseSequence) -> None:
         """Let a sequence attend to everything, and stay out of the exchange, until it moves on."""
@@ -304,7 +349,7 @@ class StepPlanner:
         """Move a sequence on; from where it turns sparse it attends to its working set."""
         if self.lifecycle.move_on(sequence, position):
             self.table.enter(sequence.row, position, sequence.block)
-            if not self._config.draft_steps:  # all that drafts leave is verified
+            if self._evicts or not self._config.draft_steps:  # else all is verified in the pool
                 reuse.note_sparse(sequence.request, position)
             self._copy_sinks(sequence)
 

@@ -17,10 +17,13 @@ from waiting import wait_until
 from wired_rank import LONG, SETTINGS, InferenceRank
 
 from cache_rank.channels.transport import TransportError
+from cache_rank.kernels.attention import attend_to
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     NO_SEQUENCE,
     Adopt,
+    Attend,
+    AttendedMessage,
     Drop,
     End,
     Flush,
@@ -47,7 +50,8 @@ def test_says_what_to_do_when_no_token_fits(capfd: pytest.CaptureFixture[str]) -
 @pytest.fixture(scope="module")
 def lasting_rank() -> Iterator[InferenceRank]:
     """One process for all tests that leave it serving."""
-    config = small_config(with_rotary(GQA), query_predictor="spade", checksum=True)
+    policy = {"query_predictor": "spade", "verified_tokens": 3}
+    config = small_config(with_rotary(GQA), checksum=True, **policy)
     with closing(InferenceRank(config)) as rank:
         yield rank
 
@@ -180,6 +184,40 @@ def test_pages_that_there_are_not_are_refused(rank: InferenceRank) -> None:
     rank.expect_refused(len(bad))
     rank.decode([request, long])
     rank.end(request, long)
+
+
+def test_queries_attend_to_all_that_was_shipped(rank: InferenceRank) -> None:
+    """Layer by layer, of two requests; what no inference rank sends is refused first."""
+    send, bulk = rank.connection.control.send, rank.connection.link.bulk
+    requests = [rank.arrive(prompt=300, chunk=128), rank.arrive(prompt=1)]
+    rows = [request.row for request in requests]
+    bad = [
+        Attend([], 2),
+        Attend(rows, 0),
+        Attend(rows, 4),  # three were agreed
+        Attend([Row(rows[0].sequence_id, 299)], 2),
+        Attend([Row(rows[0].sequence_id, 301)], 2),
+        Attend([rows[0], Row(2**62, 1)], 2),
+    ]
+    for message in bad:
+        send(message)
+    rank.expect_refused(len(bad))
+    for width in (1, 3):
+        send(Attend(rows, width))
+        for layer in range(GQA.layers):
+            queries = torch.randn(2, width, GQA.query_heads, GQA.head_dim).bfloat16()
+            sent = bulk.send(queries)
+            answer = AttendedMessage(rank.config, 2, width, torch.device("cpu"))
+            bulk.receive(answer.buffer).wait(LONG)
+            sent.wait(LONG)
+            for row, request in enumerate(requests):
+                keys, values = request.prompt[:, layer].transpose(1, 2)
+                seen = torch.ones(1, 1, keys.shape[1], dtype=torch.bool)
+                expected = attend_to(queries[row, None], keys[None], values[None], seen, GQA.scale)
+                found = answer.outputs[row, None].float(), answer.log_sums[row, None]
+                torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
+    rank.decode(requests)
+    rank.end(*requests)
 
 
 def test_pages_come_back_as_they_were_shipped(rank: InferenceRank) -> None:

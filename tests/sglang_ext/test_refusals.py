@@ -15,7 +15,7 @@ from sglang.srt.environ import envs
 
 from sglang_ext import compat
 from sglang_ext.disaggregation.wire import SECRET_VARIABLE
-from sglang_ext.flags import BACKEND, CONFIG_KEYS, TRANSFERS, field_of, flag_of
+from sglang_ext.flags import BACKEND, CONFIG_KEYS, DRAFT_TOKENS, TRANSFERS, field_of, flag_of
 from sglang_ext.refusals import PLAIN, Objection, UnsupportedError, known, of_flags, refuse, servers
 from sglang_ext.server_args import CacheRankServerArgs, argument_parser
 
@@ -68,9 +68,14 @@ EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--pp-size --nnodes", {"pp_size": 2, "nnodes": 2}),
     ("--cache-rank-address", {"cache_rank_address": "not.an.address.invalid"}),
     ("--speculative-algorithm", {"speculative_algorithm": "NGRAM"}),
-    (
-        "--inference-kv",
-        {"inference_kv": "working-set", "speculative_algorithm": "CACHE_RANK"},
+    *(
+        (flag, {"inference_kv": "working-set", "speculative_algorithm": "CACHE_RANK", **fields})
+        for flag, fields in (
+            ("--inference-kv --kv-residency", {"kv_residency": "hack"}),
+            ("--inference-kv --kv-residency", {"kv_residency": "lynx"}),
+            ("--inference-kv --kv-residency", {"kv_residency": "mosaickv"}),
+            ("--inference-kv --max-queued-requests", {"max_queued_requests": 8}),
+        )
     ),
     ("--cache-rank-gpus", {"cache_rank_gpus": 2}),
     ("--calibration", {"calibration": "auto"}),
@@ -272,6 +277,18 @@ def test_other_radix_caches_are_refused(
 def test_full_queues_are_allowed_where_steps_only_draft(make: Make) -> None:
     args = make(max_queued_requests=8, speculative_algorithm="CACHE_RANK")
     refuse(args, servers.exchange(args))
+
+
+@pytest.mark.parametrize("kv_residency", ["quantspec", "bf16"])
+def test_a_cache_rank_may_verify(make: Make, kv_residency: str) -> None:
+    asked = {"speculative_algorithm": "CACHE_RANK", "inference_kv": "working-set"}
+    args = make(kv_residency=kv_residency, **asked)
+    refuse(args, servers.exchange(args))
+    drafts, most = DRAFT_TOKENS - 1, DRAFT_TOKENS
+    config = args.cache_rank_config(servers.ANY_SHAPE, max_rows=1)
+    assert (config.draft_steps, config.verified_tokens) == (drafts, most)
+    full = make(kv_residency=kv_residency, speculative_algorithm="CACHE_RANK")
+    assert full.cache_rank_config(servers.ANY_SHAPE, max_rows=1).verified_tokens == 0
 
 
 @pytest.mark.parametrize(

@@ -132,8 +132,8 @@ def merge_splits(
         log_sums,
         out,
         total,
+        splits,
         HEAD_DIM=head_dim,
-        SPLITS=splits,
         PADDED_SPLITS=triton.next_power_of_2(splits),
         num_warps=2,
         **(dependent or {"DEPENDENT": False}),
@@ -227,14 +227,14 @@ def _attend(
     tl.store(log_sums + at, tl.where(total > 0, largest + tl.log2(some), -1e30), is_query)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _merge(
     partial,
     log_sums,
     out,
     total,
+    splits,
     HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -242,8 +242,8 @@ def _merge(
     wait_for_kernel_ahead(DEPENDENT)
     head = tl.program_id(0).to(tl.int64)
     split, dims = tl.arange(0, PADDED_SPLITS), tl.arange(0, HEAD_DIM)
-    at = head * SPLITS + split
-    is_split = split < SPLITS
+    at = head * splits + split
+    is_split = split < splits
     log_sum = tl.load(log_sums + at, mask=is_split, other=-1e30)
     largest = tl.max(log_sum, axis=0)
     weights = tl.exp2(log_sum - largest)

@@ -30,7 +30,6 @@ def attend_split(
     scale,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
-    SPLITS: tl.constexpr,
     STAGES: tl.constexpr,
     ATTEND: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -45,12 +44,13 @@ def attend_split(
         partial, log_sums: see `merge_splits`.
     """
     unit, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    splits = tl.num_programs(1)  # of few requests there are many, and all are one kernel
     row, head = unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     tokens = tl.where(tl.load(slots + row) < 0, 0, tl.load(positions + row) + 1)
     groups = coded_tokens(tokens, LAYOUT) // LAYOUT.group_tokens
     if LAYOUT.unfinished:
         groups = tl.cdiv(tokens, LAYOUT.group_tokens)
-    stop = groups * (split + 1) // SPLITS * LAYOUT.group_tokens
+    stop = groups * (split + 1) // splits * LAYOUT.group_tokens
     if LAYOUT.unfinished:
         stop = tl.minimum(stop, tokens)
     parts, largest, total = ATTEND(
@@ -60,7 +60,7 @@ def attend_split(
         page_table + row * page_stride,
         layer,
         head,
-        groups * split // SPLITS * LAYOUT.group_tokens,
+        groups * split // splits * LAYOUT.group_tokens,
         stop,
         scale,
         GROUP,
@@ -71,7 +71,7 @@ def attend_split(
         CONSTANTS,
     )
     query = tl.arange(0, PADDED)
-    at = (unit * GROUP + query) * SPLITS + split
+    at = (unit * GROUP + query) * splits + split
     some = tl.maximum(total, 1e-30)
     WORDS: tl.constexpr = LAYOUT.head_dim // len(parts)
     for part in tl.static_range(len(parts)):

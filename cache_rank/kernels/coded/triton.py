@@ -226,7 +226,6 @@ def _attend_at_once(
         scale * 1.4426950408889634,  # powers of two are faster than those of e
         GROUP=group,
         PADDED=padded,
-        SPLITS=splits,
         STAGES=launch.stages,
         ATTEND=of.attend,
         LAYOUT=layout,

@@ -22,6 +22,8 @@ from cache_rank.measure.timeline import Span
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     Adopt,
+    Attend,
+    AttendedMessage,
     KeyBasis,
     Load,
     QueryProjection,
@@ -133,6 +135,7 @@ class Exchange(ABC):
         self._config = config
         self._slots = slots
         self._shipments: deque[Pending] = deque()
+        self._asking: Pending | None = None
 
     @property
     def was_late(self) -> bool:
@@ -152,6 +155,11 @@ class Exchange(ABC):
     @abstractmethod
     def finish_step(self) -> None:
         """End the step, whose forward pass has been computed, or on a GPU been queued."""
+
+    @property
+    @abstractmethod
+    def is_lost(self) -> bool:
+        """Whether transfers may have been ended, so that what they brought means nothing."""
 
     @abstractmethod
     def stale_requests(
@@ -182,6 +190,27 @@ class Exchange(ABC):
         """Let a sequence, which may be new, begin with pages that the cache rank has."""
         self.connection.control.send(Adopt(sequence.sequence_id, names))
         self.counters.tokens_adopted += PAGE_TOKENS * len(names)
+
+    # A verification: all layers of it in order, and nothing else on the bulk channel meanwhile.
+
+    def begin_attending(self, rows: list[Row], width: int) -> None:
+        """Let the cache rank attend for requests of which it holds all tokens before a position."""
+        self.connection.control.send(Attend(rows, width))
+
+    def attend(self, queries: Tensor) -> tuple[AttendedMessage, Pending]:
+        """Send the queries of a layer, (R, width, Hq, D), and post the receive of the answer."""
+        rows, width, *_ = queries.shape
+        answer = AttendedMessage(self._config, rows, width, queries.device)
+        bulk = self.connection.link.bulk
+        self._asking = bulk.send(queries)  # the answer to it says that it has arrived
+        received = bulk.receive(answer.buffer)
+        self.counters.up_bytes += queries.nbytes
+        self.counters.down_bytes += answer.buffer.nbytes
+        return answer, received
+
+    def end_attending(self) -> None:
+        """All layers have been queued, and on a CPU answered."""
+        return
 
     def restore(self, names: list[int], pool_rows: Tensor, forward: Any = None) -> None:
         """Bring pages of these names back into pool rows; the host waits for them.

@@ -135,6 +135,10 @@ class HostExchange(Exchange):
         if self._rows:
             self._count_messages(self._messages.nbytes(len(self._rows)))
 
+    @property
+    def is_lost(self) -> bool:
+        return self._gate.exchange is not self
+
     def stale_requests(
         self, step: int, sequences: Sequence[SparseSequence]
     ) -> list[SparseSequence]:

@@ -159,4 +159,10 @@ def test_each_forward_pass_has_graphs_of_its_own() -> None:
         forwards.decode(slots, slots, lengths.after(1), rows[:, 0])
         forwards.verify(rows, positions, slots, lengths, rows)
     assert runner.decode_cuda_graph_runner == "verify"
-    assert seen == [("decode", 2, [10, 20]), ("verify", 4, [10, 11, 20, 21])]
+    runner.decode_cuda_graph_runner = None  # as in a verification by a cache rank
+    forwards.verify(rows, positions, slots, lengths, rows, in_graph=False)
+    assert seen == [
+        ("decode", 2, [10, 20]),
+        ("verify", 4, [10, 11, 20, 21]),
+        (None, 4, [10, 11, 20, 21]),
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from test_step_plan import CONTEXT, planner_of, request_on
 
 from sglang_ext import reuse
 from sglang_ext.two_ranks.lifecycle import Phase, SparseSequence
-from sglang_ext.two_ranks.step_plan import StepPlanner
+from sglang_ext.two_ranks.step_plan import AttendedRound, StepPlanner
 
 DRAFTS, PHASE = 4, {Phase.SHIPPING: "shipping", Phase.WARMING: "warming", Phase.SPARSE: "sparse"}
 
@@ -17,16 +18,22 @@ DRAFTS, PHASE = 4, {Phase.SHIPPING: "shipping", Phase.WARMING: "warming", Phase.
 class Rounds:
     """A planner of requests whose cache rank takes so many tokens of each before a round."""
 
-    def __init__(self, chunk: int = CONTEXT, by_kernels: bool = False) -> None:
-        self.planner = planner_of(by_kernels, draft_steps=DRAFTS)
+    def __init__(
+        self, chunk: int = CONTEXT, by_kernels: bool = False, inference_kv: str = "full"
+    ) -> None:
+        self.planner = planner_of(by_kernels, inference_kv=inference_kv, draft_steps=DRAFTS)
+        self.planner.lifecycle.prompts = None  # these requests have no tokens that could be shared
         self.chunk, self.steps = chunk, 0
+        self.attended = AttendedRound()
 
     def ship(self, sequence: SparseSequence, tokens: int) -> None:
         sequence.shipped = min(tokens, sequence.shipped + self.chunk)
 
     def begin(self, request: Any, length: int, is_up: bool = True, drafts: bool = True) -> bool:
-        ship = self.ship if drafts else None
-        return self.planner.begin_round([request], [length], is_up, ship)
+        is_exchanged, self.attended = self.planner.begin_round(
+            [request], [length], is_up, self.ship, drafts
+        )
+        return is_exchanged
 
     def step(self, request: Any, length: int) -> str:
         """One step: what it attends to is checked; its request's phase."""
@@ -93,7 +100,8 @@ def test_a_rank_that_is_lost_while_a_round_begins_leaves_it_dense() -> None:
             planner.table.forget(row)
 
     others = [request, request_on(2)]
-    assert not planner.begin_round(others, [16, 20], True, lose)
+    is_exchanged, _ = planner.begin_round(others, [16, 20], True, lose, True)
+    assert not is_exchanged
     assert planner.lifecycle.live == {}  # what began then would reach the next one out of order
     plan = planner.plan(others, [16, 20], True)
     assert plan.attended_lengths == [16, 20]
@@ -109,8 +117,53 @@ def test_a_sequence_begins_when_it_is_shipped() -> None:
         shipped.append(sequence.sequence_id)
 
     begin = rounds.planner.begin_round
-    assert not begin([late, early], [3, 14], True, None)
+    is_exchanged, _ = begin([late, early], [3, 14], True, ship, False)
+    assert not is_exchanged
+    assert shipped == []
     assert early.cache_rank_statistics.dense_reason == "prefill"
     assert late.cache_rank_statistics.dense_reason == "below_threshold"
-    begin([late, early], [15, 16], True, ship)
+    begin([late, early], [15, 16], True, ship, True)
     assert shipped == [1, 2]
+
+
+def test_a_sparse_request_whose_tokens_leave_the_pool_stays_sparse() -> None:
+    """It is attended to in every round, for which it is shipped; also where none drafts."""
+    rounds, request, length = Rounds(inference_kv="working-set"), request_on(4), 14
+    attended = []
+    for drafts in (True, True, False, True, False, True):
+        rounds.begin(request, length, drafts=drafts)
+        (sequence,) = rounds.planner.lifecycle.live.values()
+        attended.append(rounds.attended.positions)
+        if attended[-1]:
+            assert rounds.attended.rows == [(0, sequence)]
+            assert sequence.shipped == length - 1
+        if drafts:
+            for step in range(DRAFTS):
+                rounds.step(request, length + step)
+        length += DRAFTS if drafts else 1
+    assert attended == [[], [17], [21], [22], [26], [27]]
+    assert reuse.dense_tokens(request) == 17  # the rest is no more exact than what is held
+
+
+def test_a_request_whose_cache_rank_is_lost_is_attended_to_by_nobody() -> None:
+    """It is neither exchanged nor dense: its tokens are not in the pool. And it is stale once."""
+    rounds, request = Rounds(inference_kv="working-set"), request_on(4)
+    for length in (14, 18):
+        rounds.begin(request, length)
+        for step in range(DRAFTS):
+            phase = rounds.step(request, length + step)
+    assert phase == "sparse"
+    (sequence,) = rounds.planner.lifecycle.live.values()
+    before, exchange = rounds.attended, SimpleNamespace(is_lost=False)
+    before.exchange = exchange
+    assert before.stale_requests() == []
+    exchange.is_lost = True
+    assert before.stale_requests() == [sequence]
+    sequence.orphaned = True
+    assert not rounds.begin(request, 22, is_up=False)
+    assert rounds.attended.stale_requests() == [sequence]
+    plan = rounds.planner.plan([request], [22], False)
+    assert plan.rows == []
+    assert plan.attended_lengths[0] < 22
+    rounds.planner.lifecycle.end(sequence.row)
+    assert before.stale_requests() == rounds.attended.stale_requests() == []

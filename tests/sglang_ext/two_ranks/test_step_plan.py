@@ -35,7 +35,9 @@ ARGS: Any = SimpleNamespace(
 FIRST_BLOCK = SLOTS * CONTEXT
 
 
-def planner_of(by_kernels: bool = False, device: str = "cpu", **changes: Any) -> StepPlanner:
+def planner_of(
+    by_kernels: bool = False, device: str = "cpu", inference_kv: str = "full", **changes: Any
+) -> StepPlanner:
     """A planner whose pool holds the tokens of every request slot in a row."""
     config = small_config(query_window=2, **changes)
     generator = torch.Generator().manual_seed(0)
@@ -45,7 +47,8 @@ def planner_of(by_kernels: bool = False, device: str = "cpu", **changes: Any) ->
         for _ in range(2)
     )
     true = torch.arange(FIRST_BLOCK, dtype=torch.int32, device=device).view(SLOTS, CONTEXT)
-    planner = StepPlanner(ARGS, config, Pools(true, keys, values, None), Mock(), by_kernels)
+    args: Any = SimpleNamespace(**{**vars(ARGS), "inference_kv": inference_kv})
+    planner = StepPlanner(args, config, Pools(true, keys, values, None), Mock(), by_kernels)
     planner.lifecycle.capacity_tokens = 1000
     return planner
 

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.scatter import collect_tokens, copy_tokens
 from cache_rank.measure.timeline import Span, host_offset
-from cache_rank.protocol import bulk_shape
+from cache_rank.protocol import AttendedMessage, Row, bulk_shape
 from sglang_ext.two_ranks.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.two_ranks.exchange.device.gate import DeviceGate, StepTimes
@@ -148,6 +149,21 @@ When there are more, the forward pass waits for the oldest.
 """
 
 
+@dataclasses.dataclass(slots=True)
+class _Attending:
+    """A verification by the cache rank.
+
+    Attributes:
+        begun: when the device has come to it.
+        ended: when the device is done with it; None while it is being queued.
+        since: when it was first seen to have begun and not to have ended.
+    """
+
+    begun: torch.cuda.Event
+    ended: torch.cuda.Event | None = None
+    since: float | None = None
+
+
 class DeviceExchange(Exchange):
     """The exchange between ranks that have a GPU each."""
 
@@ -167,6 +183,7 @@ class DeviceExchange(Exchange):
         self._waits_for_itself = any(message.same_step for message in config.layer_messages)
         self._queued = 0
         self._awaited: dict[int, int] = {}  # by step, whose answers its forward pass waits for
+        self._attending: deque[_Attending] = deque()
         self._is_closed = False
         self._times: list[StepTimes] = []
         self._traced_steps: set[int] = set()
@@ -205,10 +222,14 @@ class DeviceExchange(Exchange):
         self._transfers.queue(self._step, self._rows)
         self._count_messages(self._transfers.messages.nbytes(len(self._rows)))
 
+    @property
+    def is_lost(self) -> bool:
+        return self._is_closed or not self._gate.is_open
+
     def stale_requests(
         self, step: int, sequences: Sequence[SparseSequence]
     ) -> list[SparseSequence]:
-        if self._gate.is_open and not self._is_closed:
+        if not self.is_lost:
             return []  # nothing has ended a wait
         if self._gate.timed_out(step):
             return list(sequences)  # answers may have been applied a moment later
@@ -222,6 +243,24 @@ class DeviceExchange(Exchange):
         shipment = self._send_prompt(sequence, pool_rows, MAX_SHIPMENTS_UNDER_WAY)
         with self.connection.link.in_background():
             shipment.record_stream(torch.cuda.current_stream())
+
+    def begin_attending(self, rows: list[Row], width: int) -> None:
+        super().begin_attending(rows, width)
+        begun = torch.cuda.Event()
+        begun.record()
+        self._attending.append(_Attending(begun))
+
+    def attend(self, queries: Tensor) -> tuple[AttendedMessage, Pending]:
+        answer, received = super().attend(queries)
+        with self.connection.link.in_background():
+            for tensor in (queries, answer.buffer):
+                tensor.record_stream(torch.cuda.current_stream())
+        return answer, received
+
+    def end_attending(self) -> None:
+        ended = torch.cuda.Event()
+        ended.record()
+        self._attending[-1].ended = ended
 
     def restore(self, names: list[int], pool_rows: Tensor, forward: Any = None) -> None:
         # What is queued may still read these rows. It ends by itself, if it takes its time.
@@ -301,3 +340,17 @@ class DeviceExchange(Exchange):
     def _check_deadline(self) -> None:
         """Look for overdue answers, in the supervisor's thread; see InflightSteps."""
         self._inflight.check_deadline(self._transfers.outcomes.newest, self._gate.begun.newest)
+        while self._attending:
+            oldest = self._attending[0]
+            if oldest.ended is None or not oldest.ended.query():
+                self._check_attending(oldest)
+                return
+            self._attending.popleft()
+
+    def _check_attending(self, oldest: _Attending) -> None:
+        if not oldest.begun.query():
+            return
+        now = time.monotonic()
+        oldest.since = oldest.since or now
+        if (late := now - oldest.since) > self.connection.timeout:
+            raise CacheRankDownError(f"a verification is not answered in {late:.1f} s")
