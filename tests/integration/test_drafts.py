@@ -242,13 +242,14 @@ def test_stops_within_a_round_end_an_answer_there(
     (prompt,) = random_prompts([180], seed=7)
     text = plain_server.generate(prompt, NEW_TOKENS)["output_ids"]
     for stop in text[20:40:5]:
-        options = {"sampling_params": {"stop_token_ids": [stop]}}
+        options = {"sampling_params": {"stop_token_ids": [stop], "ignore_eos": False}}
         found, plain = (
             server.generate(prompt, NEW_TOKENS, **options)
             for server in (drafting_server, plain_server)
         )
         assert found["output_ids"] == plain["output_ids"]
         assert found["meta_info"]["finish_reason"] == plain["meta_info"]["finish_reason"]
+        assert found["meta_info"]["finish_reason"]["type"] == "stop"
         assert found["meta_info"]["cache_rank"]["sparse_steps"] > 0
 
 
@@ -268,7 +269,7 @@ def test_rounds_without_drafts_have_several_tokens(
     else:
         assert found["meta_info"]["cache_rank"]["sparse_steps"] > 0
     for stop in plain["output_ids"][8:14]:
-        options = {"sampling_params": {"stop_token_ids": [stop]}}
+        options = {"sampling_params": {"stop_token_ids": [stop], "ignore_eos": False}}
         found, expected = (
             server.generate(prompt, 50, **options) for server in (drafting_server, plain_server)
         )
