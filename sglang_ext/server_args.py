@@ -74,6 +74,8 @@ class CacheRankServerArgs(CacheRankFlags):
             self._set_for_transfers()
         if not self.is_sparse:
             self._say_ignored("without a cache rank these have no effect")
+            if self.transfers_codes and not self.on_gpu:
+                self._set_for_cpu()  # as of the other server, which may select
             let_sglang()
             if self.transfers_codes:
                 self._refuse_model_of_transfers()

@@ -198,6 +198,8 @@ class CodedKVSender(CommonKVSender):
             self._wanted = hello.tokens
             of_process = manager.pool, manager.pages, manager.link
             self._departure = Departure(wire, *of_process, self.codes)
+        elif (why := manager.listener.why_refused(self.bootstrap_room)) is not None:
+            self._fail(f"the decode server is refused: {why}")
         elif time.monotonic() - self._since > manager.bootstrap_timeout:
             self._fail(f"no decode server came in {manager.bootstrap_timeout} seconds")
 

@@ -46,6 +46,7 @@ class Listener:
         self.address, self.port = address, int(self._socket.getsockname()[1])
         self.why_not: Callable[[Hello], str | None] = lambda hello: "the model is not loaded yet"
         self._waiting: dict[int, tuple[Hello, Wire, float]] = {}
+        self._refused: dict[int, tuple[str, float]] = {}
         self._lock = threading.Lock()
         threading.Thread(target=self._accept, daemon=True, name="transfers").start()
 
@@ -55,10 +56,18 @@ class Listener:
             found = self._waiting.pop(room, None)
         return found and found[:2]
 
+    def why_refused(self, room: int) -> str | None:
+        """Say once why a decode server was refused that came for a room."""
+        with self._lock:
+            found = self._refused.pop(room, None)
+        return found and found[0]
+
     def drop_unclaimed(self, seconds: float) -> None:
-        """End connections for which no request has come in so many seconds."""
+        """End connections for which no request has come in so many seconds; forget refusals."""
         latest = time.monotonic() - seconds
         with self._lock:
+            of_late = {room: each for room, each in self._refused.items() if each[1] >= latest}
+            self._refused = of_late
             old = [room for room, (*_, since) in self._waiting.items() if since < latest]
         for room in old:
             self.drop(room)
@@ -87,6 +96,8 @@ class Listener:
             refused = self.why_not(hello)
             wire.answer(self._secret, number, theirs, Answer(refused))
             if refused is not None:
+                with self._lock:
+                    self._refused[hello.room] = refused, time.monotonic()
                 raise WireError(refused)
         except WireError as error:
             logger.warning("cache rank: a transfer to %s is refused: %s", peer[0], error)

@@ -217,6 +217,8 @@ def test_a_refusal_says_why(servers: Servers) -> None:
     arrival = servers.arrive(3, draw_rows(5, 0))
     ends(arrival, "failed")
     assert "the prefill server refuses: room 3 is not ours" in str(arrival.failure)
+    refused = [servers.listener.why_refused(3) for _ in range(2)]
+    assert refused == ["room 3 is not ours", None]
 
 
 @pytest.mark.parametrize(
