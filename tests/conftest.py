@@ -46,8 +46,10 @@ LONGEST_FIRST = [
     "test_dense_equivalence",  # with others that take plain SGLang as well
     "test_drafts",  # with others of drafts
     "test_failure",
+    "test_verified_elsewhere",
     "test_server",  # with others of the bundled model
     "test_weight_updates",
+    "test_disaggregation",
     "test_language_model",
     "test_random_trace",
     "test_synchronous_reference",
