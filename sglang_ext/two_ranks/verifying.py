@@ -55,8 +55,8 @@ class _Pass:
 
     Attributes:
         width: tokens of each request.
-        index: (R,) their rows of the batch, (R,) int64.
-        held: (R,) how many tokens of each the cache rank holds, int64.
+        index: (R,) int64, their rows of the batch.
+        held: (R,) int64, how many tokens of each the cache rank holds.
         on_host: the same two.
         exchange: None once there is no cache rank.
         failure: what ended it in this pass.
