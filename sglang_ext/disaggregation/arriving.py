@@ -92,7 +92,10 @@ class Arrival:
         return "here" if self._is_whole else "coming"
 
     def fail(self, why: str) -> None:
-        """Receive no more; the prefill server sees the connection end."""
+        """Receive no more; the prefill server sees the connection end.
+
+        It first hears for which request, or that would wait there for another connection.
+        """
         with self._lock:
             if self.failure is not None or self._is_whole:
                 return
@@ -171,11 +174,9 @@ class Arrival:
         try:
             self._pool.enter_thread()
             wire = Wire(socket.create_connection(peer, SILENCE_SECONDS))
+            wire.greet(self._secret, self._hello)
             with self._lock:
                 self._wire = wire
-                if self.failure is not None:
-                    return
-            wire.greet(self._secret, self._hello)
             self._receive_all(wire)
         except (WireError, OSError) as error:
             self.fail(f"prefill server {peer[0]}:{peer[1]}: {error}")

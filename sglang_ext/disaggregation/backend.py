@@ -263,6 +263,8 @@ class CodedKVReceiver(CommonKVReceiver):
 
     def abort(self) -> None:
         """Receive no more; with rows, it counts as failed when nothing writes to them."""
+        if self._arrival is None and getattr(self, "bootstrap_infos", None):
+            self.send_metadata(np.empty(0, np.int64))  # so that the prefill server hears of it
         if self._arrival is not None:
             self._arrival.fail("aborted")
         else:
