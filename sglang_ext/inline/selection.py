@@ -210,8 +210,8 @@ def bytes_beside_sketches(
     sketches = (layers - args.dense_layers) * kv_heads * size
     maps = 4 * (layers - args.dense_layers) * kv_heads * 8 * size * model.head_dim
     padded = 1 << (group - 1).bit_length()
-    # Of a token: logits, a key, its mark, and its share of sums, rounded up.
-    token_scratch = 2 * padded + 1 + (1 + padded // 8)
+    # Of a token: logits, a key, and its share of marks, of tops and of sums, rounded up.
+    token_scratch = padded + 1 + (1 + padded // 4)
     scratch = REQUESTS_AT_ONCE * kv_heads * model.context_len * token_scratch
     if maps + scratch >= available:
         raise UnsupportedError(

@@ -9,7 +9,7 @@ import torch
 from sketch_cases import keys_of
 
 from cache_rank.kernels.row_sketch import picking, reference
-from cache_rank.kernels.row_sketch.reference import RowScratch, to_keys
+from cache_rank.kernels.row_sketch.reference import KEY_MOST, KEY_UNIT, TILE, RowScratch, to_keys
 
 POISON = -7
 SINKS, RECENT, MOST, SPARSE_FROM = 2, 3, 7, 10
@@ -69,13 +69,16 @@ def test_a_program_picks_by_the_keys_that_it_has_made(
     sums = torch.full((units, chunks, 2, padded), torch.nan)
     for unit in range(units):
         scored = lengths[unit // kv_heads] - 1
-        for chunk, part in enumerate(logits[unit, :scored].half().float().split(CHUNK)):
+        for chunk, part in enumerate(logits[unit, :scored].split(CHUNK)):
             sums[unit, chunk, 0] = part.amax(dim=0) / math.log(2)
             sums[unit, chunk, 1] = (part - part.amax(dim=0)).exp().sum(dim=0)
-    empty = torch.empty(0)
+    tiles = (logits.mT.contiguous() * KEY_UNIT).round().unflatten(-1, (-1, TILE))
+    tops = tiles.amax(dim=-1)
+    below = (tiles - tops.unsqueeze(-1) + KEY_MOST).clamp(min=0).flatten(-2)
     scratch = RowScratch(
-        empty,
-        logits.mT.contiguous().to(device, torch.float16),
+        torch.empty(0),
+        below.to(device, torch.uint8),
+        tops.to(device, torch.int32),
         sums.to(device),
         torch.zeros((units, 8, capacity // 8), dtype=torch.uint8, device=device),
         torch.zeros((units, 2, capacity // 32), dtype=torch.int32, device=device),
@@ -104,14 +107,17 @@ def test_a_program_picks_by_the_keys_that_it_has_made(
         if length < SPARSE_FROM:
             assert found == [POISON] * (SINKS + MOST + RECENT)
             continue
-        own = logits[unit, : length - 1, :heads].half().float()
-        keys = to_keys((own - own.logsumexp(dim=0)).amax(dim=-1)).int()
+        keys = to_keys(logits[unit, : length - 1, :heads].mT).int()
         used = keys_of(scratch.keys)[unit, : length - RECENT].cpu()
         assert int((used - keys[: length - RECENT]).abs().max()) <= 1
         rows = table[slots[request], best(used.tolist(), length, budgets[request])].tolist()
         assert found[: len(rows)] == rows
 
 
-def test_scores_keep_their_order_as_keys() -> None:
-    scores = [-torch.inf, -40.0, -16.0, -15.9, -1.0, -0.9, 0.0, 7.9, torch.inf, torch.nan]
-    assert to_keys(torch.tensor(scores)).tolist() == [0, 0, 0, 1, 239, 241, 255, 255, 255, 0]
+def test_keys_are_log_probabilities_in_steps() -> None:
+    """Of the head that has the larger one."""
+    heads = torch.tensor([[3.0, 2.1, 2.0, -11.9, -12.4, -torch.inf], [-9.0, -9, -9, -9, 9, -9]])
+    assert to_keys(heads[:1]).tolist() == [246, 232, 230, 8, 0, 0]
+    assert to_keys(heads).tolist() == [246, 232, 230, 8, 255, 0]
+    heads[1, 0] = torch.nan
+    assert to_keys(heads).tolist() == [0] * 6

@@ -19,7 +19,7 @@ from cache_rank.kernels.dependent import (
     let_dependents_start,
     wait_for_kernel_ahead,
 )
-from cache_rank.kernels.row_sketch.reference import KEY_MOST, KEY_UNIT, RowScratch
+from cache_rank.kernels.row_sketch.reference import KEY_MOST, KEY_UNIT, TILE, RowScratch
 
 TOKENS = 2048
 """A program of eight warps turns the logits of so many tokens into keys.
@@ -32,8 +32,8 @@ FEW_WORDS = 2048
 
 _CHUNKS_AT_ONCE = tl.constexpr(64)
 
-_KEY_UNIT, _KEY_MOST = tl.constexpr(float(KEY_UNIT)), tl.constexpr(float(KEY_MOST))
-_LN_2 = tl.constexpr(0.6931471805599453)
+_KEY_MOST = tl.constexpr(KEY_MOST)
+_STEPS_OF_LOG2 = tl.constexpr(0.6931471805599453 * KEY_UNIT)
 
 
 def pick_by_logits(
@@ -68,6 +68,7 @@ def pick_by_logits(
         lengths,
         sparse_from,
         scratch.logits,
+        scratch.tops,
         scratch.sums,
         scratch.keys,
         capacity,
@@ -77,6 +78,7 @@ def pick_by_logits(
         PADDED=padded,
         CHUNK=chunk,
         RECENT=recent,
+        TILE=TILE,
         TOKENS=TOKENS,
         num_warps=8,
         **dependent_launch(out),
@@ -116,6 +118,7 @@ def _write_keys(
     lengths,
     sparse_from,
     logits,
+    tops,
     sums,
     keys,
     capacity,
@@ -125,6 +128,7 @@ def _write_keys(
     PADDED: tl.constexpr,
     CHUNK: tl.constexpr,
     RECENT: tl.constexpr,
+    TILE: tl.constexpr,
     TOKENS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -144,18 +148,22 @@ def _write_keys(
     byte, in_byte = start // 8 + tl.arange(0, TOKENS // 8), tl.arange(0, 8)
     is_byte = byte // 4 * 32 < stop  # all of a word or none, so that accesses are wide
     at = unit * PADDED * capacity + byte[:, None] * 8 + in_byte[None, :]
-    logit = (tl.load(logits + at, mask=is_byte[:, None], other=0.0),)
-    for head in tl.static_range(1, GROUP):
-        more = (tl.load(logits + head * capacity + at, mask=is_byte[:, None], other=0.0),)
-        logit = logit + more  # type: ignore[assignment]  # a longer tuple
+    at_top = unit * PADDED * (capacity // TILE) + byte // (TILE // 8)
+    # All is on its way before anything is waited for.
+    below, top = (), ()
+    for head in tl.static_range(GROUP):
+        own_below = tl.load(logits + head * capacity + at, mask=is_byte[:, None], other=0)
+        own_top = tl.load(tops + head * (capacity // TILE) + at_top, mask=is_byte, other=0)
+        below += (own_below,)  # type: ignore[assignment]
+        top += (own_top,)  # type: ignore[assignment]
 
     shares = sums + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED
     log_sums = _log_sums(shares, tl.cdiv(length - 1, CHUNK), PADDED)
-    best = tl.full((TOKENS // 8, 8), -float("inf"), tl.float32)
+    best = tl.zeros((TOKENS // 8, 8), tl.int32)
     for head in tl.static_range(GROUP):
-        log_sum = tl.sum(tl.where(tl.arange(0, PADDED) == head, log_sums, 0.0), axis=0)
-        best = tl.maximum(best, logit[head].to(tl.float32) - log_sum)
-    key = _to_keys(best).to(tl.int64) << (8 * in_byte[None, :])
+        log_sum = tl.sum(tl.where(tl.arange(0, PADDED) == head, log_sums, 0), axis=0)
+        best = tl.maximum(best, below[head].to(tl.int32) + (top[head] - log_sum)[:, None])
+    key = tl.minimum(best, _KEY_MOST).to(tl.int64) << (8 * in_byte[None, :])
     planes = _transpose(tl.xor_sum(key, axis=1))
     for bit in tl.static_range(8):
         plane = keys + (unit * 8 + bit) * words * 4
@@ -164,7 +172,7 @@ def _write_keys(
 
 @triton.jit
 def _log_sums(shares, chunks, PADDED: tl.constexpr):
-    """The log-sum-exp of each head, (PADDED,) float32.
+    """The log-sum-exp of each head, in steps of keys, (PADDED,) int32.
 
     Args:
         shares: (chunks, 2, PADDED) float32, see `RowScratch.sums`.
@@ -182,16 +190,9 @@ def _log_sums(shares, chunks, PADDED: tl.constexpr):
         before, greatest = greatest, tl.maximum(greatest, tl.max(maxima, axis=0))
         total *= tl.exp2(before - greatest)
         total += tl.sum(totals * tl.exp2(maxima - greatest[None, :]), axis=0)
-    return (greatest + tl.log2(total)) * _LN_2
-
-
-@triton.jit
-def _to_keys(scores):
-    """See `to_keys` of the reference: int32."""
-    keys = tl.clamp(scores * _KEY_UNIT + _KEY_MOST, 0.0, _KEY_MOST)
-    keys = tl.where(scores == scores, keys, 0.0)
+    steps = (greatest + tl.log2(total)) * _STEPS_OF_LOG2
     # Of float32 numbers from 2^23 on the unit is 1, and to it sums are rounded, halves to even.
-    return ((keys + 8388608.0) - 8388608.0).to(tl.int32)
+    return ((steps + 12582912.0) - 12582912.0).to(tl.int32)
 
 
 @triton.jit

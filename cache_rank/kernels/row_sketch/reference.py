@@ -21,10 +21,15 @@ from cache_rank.kernels.sketch.reference import (
 )
 
 KEY_UNIT = 16
-"""Keys that a nat has: errors of sketches are far larger than a sixteenth."""
+"""Steps that a nat has, to which logits are rounded: errors of sketches are far larger."""
 
 KEY_MOST = 255
 """The key of the score 0, which is the log-probability of a token that has all the attention."""
+
+TILE = 32
+"""Logits of so many tokens are held relative to the largest of them.
+
+Those that do not fit a byte are so small that their key is 0."""
 
 
 class RowScratch(NamedTuple):
@@ -35,7 +40,8 @@ class RowScratch(NamedTuple):
 
     Attributes:
         weights: (B, Hq, 4 · bytes) float32, what queries give the elements.
-        logits: (B · Hkv, PADDED, capacity) float16.
+        logits: (B · Hkv, PADDED, capacity) uint8, in steps, KEY_MOST for the largest of a tile.
+        tops: (B · Hkv, PADDED, capacity / TILE) int32, the largest logit of each tile, in steps.
         sums: (B · Hkv, chunks, 2, PADDED) float32, each chunk's largest logit in units of log 2,
             and the sum of exponentials relative to it.
         keys: (B · Hkv, 8, capacity / 8) uint8, bit planes: of the key of token t, bit b is bit
@@ -46,6 +52,7 @@ class RowScratch(NamedTuple):
 
     weights: Tensor
     logits: Tensor
+    tops: Tensor
     sums: Tensor
     keys: Tensor
     marks: Tensor
@@ -128,14 +135,19 @@ def score_rows(weights: Tensor, codes: Tensor) -> Tensor:
     Returns:
         (Hkv, T) keys of the scores.
     """
-    logits = weights @ unpack_int2(codes).mT  # (Hkv, G, T)
-    return to_keys((logits - logits.logsumexp(-1, keepdim=True)).amax(dim=-2))
+    return to_keys(weights @ unpack_int2(codes).mT)
 
 
-def to_keys(scores: Tensor) -> Tensor:
-    """Round log-probabilities to keys from 0 to 255 in their order, uint8; NaN is 0."""
-    keys = (scores * KEY_UNIT + KEY_MOST).round().clamp(0, KEY_MOST)
-    return keys.nan_to_num(0.0).to(torch.uint8)
+def to_keys(logits: Tensor) -> Tensor:
+    """Round logits, (..., G, T), and their log-sum-exps to keys of 0 to 255, (..., T) uint8.
+
+    Of what is no number the key is 0.
+    """
+    steps, log_sums = (
+        (numbers * KEY_UNIT).round() for numbers in (logits, logits.logsumexp(-1, keepdim=True))
+    )
+    keys = (steps - log_sums).amax(dim=-2) + KEY_MOST
+    return keys.clamp(0, KEY_MOST).nan_to_num(0.0).to(torch.uint8)
 
 
 def pick(keys: Tensor, length: int, sinks: int, recent: int, budget: int) -> Tensor:
@@ -166,4 +178,4 @@ def row_scratch(
     One selection after another may use it on one stream.
     """
     empty = codes.new_empty(0, dtype=torch.float32)
-    return RowScratch(empty, empty, empty, empty, empty)
+    return RowScratch(empty, empty, empty, empty, empty, empty)

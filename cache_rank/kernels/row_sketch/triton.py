@@ -1,8 +1,8 @@
 """Sketches in rows of SGLang's KV pool are written, and tokens are selected by them, Triton.
 
 What a key becomes, and what queries make of it, is that of kernels/sketch; only where sketches lie
-differs. Queries weigh elements; logits are written, and what each chunk of tokens adds to the
-log-sum-exp; picking.py picks by them. A unit is a request and a KV head.
+differs. Queries weigh elements; logits are written, in bytes, and what each chunk of tokens adds to
+the log-sum-exp; picking.py picks by them. A unit is a request and a KV head.
 
 All of it may be captured in a graph: grids depend on capacities alone, and a program that has
 nothing to do ends at once.
@@ -22,7 +22,7 @@ from cache_rank.kernels.dependent import (
     wait_for_kernel_ahead,
 )
 from cache_rank.kernels.row_sketch.picking import pick_by_logits
-from cache_rank.kernels.row_sketch.reference import RowScratch
+from cache_rank.kernels.row_sketch.reference import KEY_MOST, KEY_UNIT, TILE, RowScratch
 from cache_rank.kernels.sketch.encoding import BLOCK_KEYS, encode_block, encode_grid
 from cache_rank.kernels.sketch.products import load_weights, logits_of, weigh_elements
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
@@ -45,10 +45,19 @@ are those of its other heads. So a program scores as many heads as fill a piece.
 _MOST_QUERIES = 16
 """Of several KV heads, a program has at most so many query heads, whose sums are in registers."""
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+_STEPS, _KEY_MOST = tl.constexpr(float(KEY_UNIT)), tl.constexpr(KEY_MOST)
+_LOG2_OF_STEP = tl.constexpr(1.4426950408889634 / KEY_UNIT)
 
-_LEAST_LOGIT = tl.constexpr(-1e30)
-"""Below all logits, and finite, so that differences are numbers."""
+_MOST_SCALE = tl.constexpr(0.125)
+"""Of weights of larger units, which no model has, logits count as smaller: they fit 22 bits."""
+
+_NO_LOGIT = tl.constexpr(-4.0e6)
+"""Fewer steps than any logit has."""
+
+_INTEGER = tl.constexpr(12582912.0)
+"""1.5 · 2^23. The bits of a float32 that is this and a number are those of this and an integer."""
+
+_INTEGER_BITS = tl.constexpr(0x4B400000)
 
 
 def encode_rows(
@@ -124,6 +133,7 @@ def select_rows(
         lengths,
         sparse_from,
         scratch.logits,
+        scratch.tops,
         scratch.sums,
         row_table.stride(0),
         capacity,
@@ -135,6 +145,7 @@ def select_rows(
         SIZE=size,
         WIDTH=width,
         BLOCK=LAUNCH.block,
+        TILE=TILE,
         COLUMNS=int8_columns(of_one_layer, out.unsqueeze(1), heads),
         STAGES=LAUNCH.stages,
         INTERPRETED=not queries.is_cuda,
@@ -177,7 +188,8 @@ def row_scratch(
     units, chunks = requests * kv_heads, triton.cdiv(capacity, LAUNCH.chunk)
     return RowScratch(
         codes.new_empty((requests, query_heads, 4 * codes.shape[2]), dtype=torch.float32),
-        codes.new_empty((units, padded, capacity), dtype=torch.float16),
+        codes.new_empty((units, padded, capacity)),
+        codes.new_empty((units, padded, capacity // TILE), dtype=torch.int32),
         codes.new_empty((units, chunks, 2, padded), dtype=torch.float32),
         codes.new_empty((units, 8, capacity // 8)),
         codes.new_empty((units, 2, capacity // 32), dtype=torch.int32),
@@ -232,6 +244,7 @@ def _score(
     lengths,
     sparse_from,
     logits,
+    tops,
     sums,
     table_stride,
     capacity,
@@ -243,6 +256,7 @@ def _score(
     SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -267,14 +281,16 @@ def _score(
         if length >= least:
             rows = row_table + slot * table_stride
             own_codes = codes + head * SIZE
-            unit_logits = logits + unit * capacity * PADDED
+            words = logits.to(tl.pointer_type(tl.int32)) + unit * (capacity // 4) * PADDED
+            unit_tops = tops + unit * (capacity // TILE) * PADDED
             stop = tl.minimum(start + CHUNK, scored)
             byte, query = tl.arange(0, WIDTH), tl.arange(0, HEADS * PADDED)
-            greatest = tl.full((BLOCK, HEADS * PADDED), _LEAST_LOGIT, tl.float32)
-            total = tl.zeros((BLOCK, HEADS * PADDED), tl.float32)
+            greatest = tl.full((BLOCK // TILE, HEADS * PADDED), _NO_LOGIT, tl.float32)
+            total = tl.zeros((BLOCK // TILE, TILE, HEADS * PADDED), tl.float32)
+            scale = tl.minimum(weight_scale * _STEPS, _MOST_SCALE)
             for block in tl.range(start, stop, BLOCK, num_stages=STAGES):
-                token = block + tl.arange(0, BLOCK)
-                # Behind the last token it is row 0, whose logits are not stored.
+                token = block + _tokens_of_rows(BLOCK)
+                # Behind the last token it is row 0, whose logits count for nothing.
                 row = tl.load(rows + token, mask=token < stop, other=0).to(tl.int64)
                 at = (row * KV_HEADS * SIZE)[:, None] + byte[None, :]
                 if HEADS * SIZE == WIDTH:
@@ -282,36 +298,49 @@ def _score(
                 else:
                     packed = tl.load(own_codes + at, mask=(byte < HEADS * SIZE)[None, :], other=0)
                 logit = logits_of(
-                    packed,
-                    own_weights,
-                    weight_scale,
-                    HEADS * PADDED,
-                    BLOCK,
-                    COLUMNS,
-                    INTERPRETED,
-                )
-                # Those behind the last token are nobody's.
-                rounded = tl.clamp(logit, -65504.0, 65504.0).to(tl.float16)
-                tl.store(unit_logits + query[None, :] * capacity + token[:, None], rounded)
+                    packed, own_weights, scale, HEADS * PADDED, BLOCK, COLUMNS, INTERPRETED
+                )  # in steps
                 # Not the mask of the rows, which threads would have to tell each other.
-                is_token = tl.arange(0, BLOCK) < stop - block
-                logit = tl.where(is_token[:, None], logit * _LOG2_E, _LEAST_LOGIT)
-                greatest, total = _add_exponentials(greatest, total, logit)
+                is_token = _tokens_of_rows(BLOCK) < stop - block
+                logit = _by_token(tl.where(is_token[:, None], logit, _NO_LOGIT), TILE)
+                steps = (logit + _INTEGER).to(tl.int32, bitcast=True)
+                top = tl.max(steps, axis=1)
+                below = tl.maximum(steps - (top - _KEY_MOST)[:, None, :], 0)
+                below = tl.reshape(below, (BLOCK // 4, 4, HEADS * PADDED))
+                word = tl.sum(below << (8 * tl.arange(0, 4))[None, :, None], axis=1)
+                at = block // 4 + tl.arange(0, BLOCK // 4)
+                tl.store(words + query[None, :] * (capacity // 4) + at[:, None], word)
+                at = block // TILE + tl.arange(0, BLOCK // TILE)
+                at = query[None, :] * (capacity // TILE) + at[:, None]
+                tl.store(unit_tops + at, top - _INTEGER_BITS)
+                before = greatest
+                greatest = tl.maximum(greatest, top.to(tl.float32, bitcast=True) - _INTEGER)
+                total *= tl.exp2((before - greatest) * _LOG2_OF_STEP)[:, None, :]
+                total += tl.exp2((logit - greatest[:, None, :]) * _LOG2_OF_STEP)
             share = (unit + query // PADDED) * tl.cdiv(capacity, CHUNK) + chunk
             target = sums + share * 2 * PADDED + query % PADDED
             of_chunk = tl.max(greatest, axis=0)
-            total = tl.sum(total * tl.exp2(greatest - of_chunk[None, :]), axis=0)
-            tl.store(target, of_chunk)
-            tl.store(target + PADDED, total)
+            total = tl.sum(total, axis=1) * tl.exp2((greatest - of_chunk[None, :]) * _LOG2_OF_STEP)
+            tl.store(target, of_chunk * _LOG2_OF_STEP)
+            tl.store(target + PADDED, tl.sum(total, axis=0))
 
 
 @triton.jit
-def _add_exponentials(greatest, total, logit):
-    """Add 2^logit to sums of powers of two that are relative to the greatest exponent of each.
+def _tokens_of_rows(BLOCK: tl.constexpr):
+    """Which token of a block is multiplied as which row, so that a thread has four in a row.
 
-    Every element has a sum of its own: threads need not wait for each other.
+    A warp multiplies pieces of 16 rows, the first half of them before the others; a thread has two
+    rows of a piece, which are eight apart.
     """
-    more = logit - greatest
-    power = tl.exp2(-tl.abs(more))
-    total = tl.where(more > 0, total * power + 1.0, total + power)
-    return tl.maximum(greatest, logit), total
+    row = tl.arange(0, BLOCK)
+    warp_and_lane = row // 16 % (BLOCK // 32) * 8 + row % 8
+    return warp_and_lane * 4 + row // (BLOCK // 2) * 2 + row // 8 % 2
+
+
+@triton.jit
+def _by_token(logit, TILE: tl.constexpr):
+    """Put rows, (BLOCK, queries), in order of their tokens: (BLOCK / TILE, TILE, queries)."""
+    BLOCK: tl.constexpr = logit.shape[0]
+    QUERIES: tl.constexpr = logit.shape[1]
+    parts = tl.reshape(logit, (2, BLOCK // 32, 2, 8, QUERIES))
+    return tl.reshape(tl.permute(parts, (1, 3, 0, 2, 4)), (BLOCK // TILE, TILE, QUERIES))
