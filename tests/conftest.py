@@ -24,7 +24,7 @@ from scripts.shared import serving
 # A shell lets what it runs in the background ignore interrupts, and so would servers of tests.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-if not torch.cuda.is_available():
+if not torch.cuda.is_available() and "KERNELS_ARE_COMPILED" not in os.environ:
     # Triton reads the variable when a kernel is defined, its own library included. Servers that
     # tests start must not inherit it.
     os.environ["TRITON_INTERPRET"] = "1"
@@ -50,6 +50,7 @@ LONGEST_FIRST = [
     "test_server",  # with others of the bundled model
     "test_weight_updates",
     "test_disaggregation",
+    "test_compiled",  # starts none, and takes as long
     "test_language_model",
     "test_random_trace",
     "test_synchronous_reference",

@@ -1,0 +1,73 @@
+"""A pytest plugin: what tests launch is compiled for Hopper, without a GPU, and nothing runs.
+
+So tests fail; only what a compiler refuses counts. `test_compiled.py` runs tests with it.
+"""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any
+
+import pytest
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+LEAST_HEAD_DIM = 64
+"""Some tests of the interpreter have smaller heads than any model: these may be refused."""
+
+MOST_VARIANTS = 2
+"""A kernel is compiled so often for each choice of a format's functions and kind of heads."""
+
+
+class Hopper:
+    """What Triton asks a driver before a kernel is launched."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+driver.set_active(Hopper())
+_compile, _compiled = JITFunction.run, dict[tuple[str, ...], set[str]]()
+_refused: list[str] = []
+
+
+def compile_once(
+    kernel: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **kwargs: Any
+) -> None:
+    if "INTERPRETED" in kwargs:
+        kwargs["INTERPRETED"] = False
+    head_dim = kwargs.get("HEAD_DIM", getattr(kwargs.get("LAYOUT"), "head_dim", LEAST_HEAD_DIM))
+    heads = "heads of models" if head_dim >= LEAST_HEAD_DIM else "small heads"
+    functions = [each for each in kwargs.values() if isinstance(each, JITFunction)]
+    names = [f"{each.fn.__module__}.{each.__name__}" for each in (kernel, *functions)]
+    variants = _compiled.setdefault((*names, heads), set())
+    variant = repr({name: value for name, value in kwargs.items() if name.isupper()})
+    if variant in variants or len(variants) == MOST_VARIANTS:
+        return
+    try:
+        _compile(kernel, *args, grid=grid, warmup=True, **kwargs)
+        variants.add(variant)
+    except Exception:
+        if head_dim >= LEAST_HEAD_DIM:
+            _refused.append(f"{names} with {variant}\n{traceback.format_exc()}")
+
+
+JITFunction.run = compile_once  # type: ignore[method-assign]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    session.exitstatus = 1 if _refused else 0
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for text in _refused:
+        terminalreporter.write_line(text)
+    for names, variants in sorted(_compiled.items()):
+        terminalreporter.write_line(f"compiled {len(variants)} of {' '.join(names)}")

@@ -1,0 +1,41 @@
+"""Kernels compile, without a GPU, for one: its compiler refuses some of what interpreters run."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parents[1] / "cache_rank/kernels"
+TESTS = [
+    *(path for path in sorted(HERE.glob("test_*.py")) if path != Path(__file__)),
+    *(HERE.parent / f"cache_rank/{name}.py" for name in ("test_attending", "test_residency")),
+    *(HERE.parent / "cache_rank").glob("*_residency.py"),
+    HERE.parent / "cache_rank/test_mosaickv_kernels.py",
+]
+
+PARTS_OF_OTHERS = {"nibbles", "wire"}
+"""Folders without a kernel of their own."""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="all kernels are compiled and run")
+def test_kernels_compile_for_hopper() -> None:
+    path = os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=no", "-p", "compiling"]
+    run = subprocess.run(
+        [*command, "-p", "no:cacheprovider", *map(str, TESTS)],
+        env=os.environ | {"PYTHONPATH": path, "KERNELS_ARE_COMPILED": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert run.returncode == 0, run.stdout[-20_000:]
+    compiled = re.findall(r"^compiled [1-9].*$", run.stdout, re.MULTILINE)
+    folders = set(re.findall(r"cache_rank\.kernels\.(\w+)\.", " ".join(compiled)))
+    assert folders == {each.parent.name for each in KERNELS.glob("*/triton.py")} - PARTS_OF_OTHERS
