@@ -16,16 +16,15 @@ _INT8_PAIR_RANGE = tl.constexpr(16256.0)
 """Half of what the numbers that `split_int8` takes are below, in their units."""
 
 
-def int8_columns(queries: Tensor, out: Tensor, kv_heads: int = 1) -> int:
+def int8_columns(queries: Tensor, out: Tensor) -> int:
     """How many columns a query head has: two of int8, and zeros as far as the matrix unit needs.
 
     Args:
         queries: (R, L, Hq, D).
         out: (R, L, Hkv, ...).
-        kv_heads: of so many KV heads at once.
     """
     group = triton.next_power_of_2(queries.shape[2] // out.shape[2])
-    return max(2, _LEAST_COLUMNS // (kv_heads * group))
+    return max(2, _LEAST_COLUMNS // group)
 
 
 @triton.jit

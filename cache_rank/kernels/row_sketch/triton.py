@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded.int8_split import int8_columns
 from cache_rank.kernels.dependent import (
     dependent_launch,
     let_dependents_start,
@@ -24,7 +23,12 @@ from cache_rank.kernels.dependent import (
 from cache_rank.kernels.row_sketch.picking import pick_by_logits
 from cache_rank.kernels.row_sketch.reference import KEY_MOST, KEY_UNIT, TILE, RowScratch
 from cache_rank.kernels.sketch.encoding import BLOCK_KEYS, encode_block, encode_grid
-from cache_rank.kernels.sketch.products import load_weights, logits_of, weigh_elements
+from cache_rank.kernels.sketch.products import (
+    columns_of_head,
+    load_weights,
+    logits_of,
+    weigh_elements,
+)
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
 from cache_rank.kernels.sketch.triton import Launch
 
@@ -146,7 +150,7 @@ def select_rows(
         WIDTH=width,
         BLOCK=LAUNCH.block,
         TILE=TILE,
-        COLUMNS=int8_columns(of_one_layer, out.unsqueeze(1), heads),
+        COLUMNS=columns_of_head(heads * padded),
         STAGES=LAUNCH.stages,
         INTERPRETED=not queries.is_cuda,
         num_warps=LAUNCH.warps,
@@ -315,8 +319,9 @@ def _score(
                 tl.store(unit_tops + at, top - _INTEGER_BITS)
                 before = greatest
                 greatest = tl.maximum(greatest, top.to(tl.float32, bitcast=True) - _INTEGER)
-                total *= tl.exp2((before - greatest) * _LOG2_OF_STEP)[:, None, :]
-                total += tl.exp2((logit - greatest[:, None, :]) * _LOG2_OF_STEP)
+                of_greatest = greatest * _LOG2_OF_STEP
+                total *= tl.exp2(before * _LOG2_OF_STEP - of_greatest)[:, None, :]
+                total += tl.exp2(logit * _LOG2_OF_STEP - of_greatest[:, None, :])
             share = (unit + query // PADDED) * tl.cdiv(capacity, CHUNK) + chunk
             target = sums + share * 2 * PADDED + query % PADDED
             of_chunk = tl.max(greatest, axis=0)

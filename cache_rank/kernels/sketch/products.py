@@ -1,8 +1,8 @@
 """Queries weigh the int2 elements of sketches, and logits are sums of the products, Triton.
 
-Elements are multiplied as integers of 8 bits: a byte of four is shifted and masked four times, four
-bytes in an instruction, and each of the four is one product on the matrix unit. Weights, which are
-computed once a step, are split into two int8. So what a token costs is its bytes.
+Elements are multiplied as integers of 8 bits: a byte of four is masked four times, four bytes in an
+instruction, and each of the four is one product on the matrix unit. Weights, which are computed
+once a step, are rounded to int8. So what a token costs is its bytes.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded.int8_split import (
-    holds_int8,
-    split_int8,
-    sum_int8_products,
-    unit_of_heads,
-    unit_of_rows,
-)
 from cache_rank.kernels.dependent import has_dependents, let_dependents_start
-from cache_rank.kernels.nibbles.triton import unpack_codes
-from cache_rank.kernels.sketch.reference import Sketch
+from cache_rank.kernels.sketch.reference import WEIGHT_RANGE, Sketch
 
 _BLOCK_ELEMENTS = 32
 """A program computes so many of the weights of its query heads."""
+
+_LEAST_COLUMNS = 8
+"""A product on a matrix unit has at least this many columns."""
+
+_WEIGHT_RANGE = tl.constexpr(float(WEIGHT_RANGE))
+_TO_INTEGER = tl.constexpr(12582912.0)
+"""1.5 · 2^23: the bits of it and a number end in those of the nearest integer."""
 
 
 def weigh_elements(
@@ -112,6 +111,11 @@ def _weigh_elements(
     )
 
 
+def columns_of_head(heads: int) -> int:
+    """How many columns each of so many heads has: one, and zeros for the matrix unit."""
+    return max(1, _LEAST_COLUMNS // heads)
+
+
 @triton.jit
 def load_weights(
     unit_weights,
@@ -122,35 +126,42 @@ def load_weights(
     COLUMNS: tl.constexpr,
     UNITS: tl.constexpr = 1,
 ):
-    """Load the weights of the elements of some units, each split into two int8.
+    """Load the weights of the elements of some units, as int8.
 
     Of several units the sketches of a token lie one behind the other, and the weights of each are
     zero in the bytes of the others.
 
     Returns:
         weights: for each of the four elements of a byte, (WIDTH, UNITS * PADDED * COLUMNS) int8.
-        scale: (UNITS * PADDED,) float32, what 1 in the lower int8 of a head stands for.
+        scale: (UNITS * PADDED,) float32, what 1 stands for in the products of `logits_of`.
     """
     column = tl.arange(0, UNITS * PADDED * COLUMNS)
     unit, of_unit = column // (PADDED * COLUMNS), column % (PADDED * COLUMNS)
     byte = tl.arange(0, WIDTH)[None, :] - unit[:, None] * SIZE
-    query = unit * GROUP + of_unit // COLUMNS
-    at = unit_weights + query[:, None] * (4 * SIZE) + byte
-    is_weight = holds_int8(of_unit, GROUP, COLUMNS)[:, None] & (byte >= 0) & (byte < SIZE)
+    query = of_unit // COLUMNS
+    at = unit_weights + (unit * GROUP + query)[:, None] * (4 * SIZE) + byte
+    is_weight = (query < GROUP)[:, None] & (of_unit % COLUMNS == 0)[:, None]
+    is_weight &= (byte >= 0) & (byte < SIZE)
     # [UNITS * PADDED * COLUMNS, WIDTH] each
     w0 = tl.load(at, mask=is_weight, other=0.0)
     w1 = tl.load(at + SIZE, mask=is_weight, other=0.0)
     w2 = tl.load(at + 2 * SIZE, mask=is_weight, other=0.0)
     w3 = tl.load(at + 3 * SIZE, mask=is_weight, other=0.0)
     largest = tl.maximum(tl.maximum(tl.abs(w0), tl.abs(w1)), tl.maximum(tl.abs(w2), tl.abs(w3)))
-    scale = unit_of_rows(tl.max(largest, axis=1))
+    scale = tl.maximum(tl.max(largest, axis=1), 1e-30) / _WEIGHT_RANGE
     weights = (
-        tl.trans(split_int8(w0 / scale[:, None], COLUMNS)),
-        tl.trans(split_int8(w1 / scale[:, None], COLUMNS)),
-        tl.trans(split_int8(w2 / scale[:, None], COLUMNS)),
-        tl.trans(split_int8(w3 / scale[:, None], COLUMNS)),
+        tl.trans(_to_int8(w0, scale)),
+        tl.trans(_to_int8(w1, scale)),
+        tl.trans(_to_int8(w2, scale)),
+        tl.trans(_to_int8(w3, scale)),
     )
-    return weights, unit_of_heads(scale, COLUMNS, UNITS * PADDED)
+    scale = tl.max(tl.reshape(scale, (UNITS * PADDED, COLUMNS)), axis=1)
+    return weights, scale * 0.25
+
+
+@triton.jit
+def _to_int8(weights, scale):
+    return (weights / scale[:, None] + _TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
@@ -168,7 +179,33 @@ def logits_of(
     For `weights` and `scale` see `load_weights`.
     """
     products = tl.zeros((BLOCK, PADDED * COLUMNS), tl.int32)
-    for index in tl.static_range(4):
-        elements = unpack_codes(packed, index, 2, INTERPRETED)  # [BLOCK, WIDTH]
+    fourfold = tl.zeros((BLOCK, PADDED * COLUMNS), tl.int32)
+    for index in tl.static_range(0, 4, 2):
+        elements = _elements(packed, index, INTERPRETED)  # [BLOCK, WIDTH]
         products = tl.dot(elements, weights[index], products, out_dtype=tl.int32)
-    return sum_int8_products(products, COLUMNS, PADDED, BLOCK) * scale[None, :]
+        elements = _elements(packed, index + 1, INTERPRETED)
+        fourfold = tl.dot(elements, weights[index + 1], fourfold, out_dtype=tl.int32)
+    products = products * 4 + fourfold
+    if COLUMNS > 1:
+        products = tl.sum(tl.reshape(products, (BLOCK, PADDED, COLUMNS)), axis=2)
+    return products.to(tl.float32) * scale[None, :]
+
+
+@triton.jit
+def _elements(packed, INDEX: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The elements of one place in bytes of four, int8; the second and the last one fourfold."""
+    SHIFT: tl.constexpr = INDEX // 2 * 4
+    MASK: tl.constexpr = 3 << INDEX % 2 * 2
+    if INTERPRETED:
+        return ((packed >> SHIFT) & MASK).to(tl.int8)
+    else:
+        # A register holds four bytes. Places that are shifted alike share the shift.
+        MASKS: tl.constexpr = MASK * 0x01010101
+        return tl.inline_asm_elementwise(
+            f"{{.reg .b32 s; shr.b32 s, $1, {SHIFT}; and.b32 $0, s, {MASKS};}}",
+            "=r,r",
+            [packed],
+            dtype=tl.int8,
+            is_pure=True,
+            pack=4,
+        )

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.coded.int8_split import int8_columns
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.triton import (
     CHUNK_TOKENS,
@@ -24,7 +23,12 @@ from cache_rank.kernels.score.triton import (
     sum_up_chunk,
 )
 from cache_rank.kernels.sketch.encoding import append_codes, load_codes
-from cache_rank.kernels.sketch.products import load_weights, logits_of, weigh_elements
+from cache_rank.kernels.sketch.products import (
+    columns_of_head,
+    load_weights,
+    logits_of,
+    weigh_elements,
+)
 from cache_rank.kernels.sketch.reference import (
     NORMALIZER_PARTS,
     Attended,
@@ -92,7 +96,7 @@ def score_sketch(
         "WIDTH": max(32, triton.next_power_of_2(size)),  # the matrix unit takes 32 bytes at a time
         "PAGE": page_tokens,
         "BLOCK": block,
-        "COLUMNS": int8_columns(queries, out),
+        "COLUMNS": columns_of_head(constants["PADDED"]),
         "STAGES": launch.stages,
         "INTERPRETED": not queries.is_cuda,
         "NORMALIZER_PARTS": 0 if attended is None else NORMALIZER_PARTS,
