@@ -9,6 +9,7 @@ import traceback
 from typing import Any
 
 import pytest
+import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -16,8 +17,8 @@ from triton.runtime.jit import JITFunction
 LEAST_HEAD_DIM = 64
 """Some tests of the interpreter have smaller heads than any model: these may be refused."""
 
-MOST_VARIANTS = 2
-"""A kernel is compiled so often for each choice of a format's functions and kind of heads."""
+MOST_VARIANTS = 1
+"""A kernel is compiled so often for the same functions of a format, dtypes and kind of heads."""
 
 
 class Hopper:
@@ -47,7 +48,8 @@ def compile_once(
     heads = "heads of models" if head_dim >= LEAST_HEAD_DIM else "small heads"
     functions = [each for each in kwargs.values() if isinstance(each, JITFunction)]
     names = [f"{each.fn.__module__}.{each.__name__}" for each in (kernel, *functions)]
-    variants = _compiled.setdefault((*names, heads), set())
+    dtypes = [str(each.dtype) for each in args if isinstance(each, torch.Tensor)]
+    variants = _compiled.setdefault((*names, heads, *dtypes), set())
     variant = repr({name: value for name, value in kwargs.items() if name.isupper()})
     if variant in variants or len(variants) == MOST_VARIANTS:
         return

@@ -2,6 +2,9 @@
 
 Rows are scattered, so each key and value is read by its own address. The tokens of a request and
 KV head are split over programs, whose results a second kernel merges by their log-sum-exp.
+
+Keys and values in FP8 are read as words of two channels, which lie in the operands of the matrix
+unit as 16-bit numbers do. What is multiplied are two parts, the even and the odd channels.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ class Launch(NamedTuple):
     """How the work is laid out; the result depends on it by rounding alone."""
 
     block: int = 32
-    """Tokens at a time."""
+    """Tokens at a time, of 16 bits; of FP8 twice as many."""
 
     warps: int = 4
 
@@ -46,6 +49,9 @@ LAUNCH = Launch()
 
 _QUERIES = 16
 """The matrix unit takes so many query heads at a time."""
+
+_OF_HALF = 256.0
+"""What a number of FP8 is in units of the float16 with its exponent and mantissa."""
 
 
 def attend_rows(
@@ -75,6 +81,10 @@ def attend_rows(
     assert picked.is_contiguous()
     assert out.is_contiguous()
     assert row_table.stride(1) == 1
+    block, factor = LAUNCH.block, 1.0
+    if keys.dtype == torch.float8_e4m3fn and queries.dtype.itemsize == 2:
+        keys, values = keys.view(torch.int16), values.view(torch.int16)
+        block, factor = 2 * block, _OF_HALF
     units = requests * kv_heads
     splits = min(LAUNCH.most_splits, max(1, LAUNCH.programs // units))
     partial = torch.empty(
@@ -93,8 +103,8 @@ def attend_rows(
         budgets,
         partial,
         log_sums,
-        scale * k_scale * 1.4426950408889634,  # powers of two are faster than those of e
-        v_scale,
+        scale * k_scale * factor * 1.4426950408889634,  # powers of two are faster than those of e
+        v_scale * factor,
         *queries.stride()[:2],
         *keys.stride()[:2],
         row_table.stride(0),
@@ -106,7 +116,7 @@ def attend_rows(
         ALWAYS=always,
         SPLITS=splits,
         LEAST_SHARE=LAUNCH.least_share,
-        BLOCK=LAUNCH.block,
+        BLOCK=block,
         EXACT=not queries.is_cuda,  # the interpreter multiplies no bfloat16
         num_warps=LAUNCH.warps,
         num_stages=LAUNCH.stages,
@@ -186,18 +196,26 @@ def _attend(
     tokens = tl.where(is_sparse, attended, length)
     rows = tl.where(is_sparse, picked + unit * WIDTH, row_table + slot * table_stride)
 
-    in_group, dims = tl.arange(0, QUERIES), tl.arange(0, HEAD_DIM)
+    PARTS: tl.constexpr = 2 if keys.dtype.element_ty == tl.int16 else 1
+    in_group, word = tl.arange(0, QUERIES), tl.arange(0, HEAD_DIM // PARTS)
     is_query = in_group < GROUP
     query_head = head * GROUP + in_group
-    source = request * request_stride + query_head * query_stride
-    query = tl.load(
-        queries + source[:, None] + dims[None, :], mask=is_query[:, None], other=0.0
-    )  # [QUERIES, D]
+    source = queries + (request * request_stride + query_head * query_stride)[:, None]
+    # [QUERIES, D / PARTS] each
+    query = [
+        tl.load(source + (PARTS * word + i)[None, :], mask=is_query[:, None], other=0.0)
+        for i in (0, 1)[:PARTS]
+    ]
+    if PARTS == 2:
+        # Keys are exact in float16, and of queries it keeps more bits than bfloat16 has.
+        query = [(query[i].to(tl.float32) * scale).to(tl.float16) for i in (0, 1)]
+        scale = 1.0
     if EXACT:
-        query = query.to(tl.float32)
+        query = [query[i].to(tl.float32) for i in (0, 1)[:PARTS]]
+    TYPE: tl.constexpr = query[0].dtype
     largest = tl.full((QUERIES,), -1e30, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
-    sums = tl.zeros((QUERIES, HEAD_DIM), tl.float32)
+    sums = [tl.zeros((QUERIES, HEAD_DIM // PARTS), tl.float32) for _ in (0, 1)[:PARTS]]
     share = tl.cdiv(tokens, tl.minimum(SPLITS, tl.maximum(1, tokens // LEAST_SHARE)))
     start = split * share
     end = tl.minimum(start + share, tokens)
@@ -206,25 +224,58 @@ def _attend(
         is_token = token < end
         row = tl.load(rows + token, mask=is_token, other=0)
         in_pool = row.to(tl.int64) * row_stride + head * head_stride
-        in_pool = in_pool[:, None] + dims[None, :]
-        key = tl.load(keys + in_pool, mask=is_token[:, None], other=0.0)  # [BLOCK, D]
+        in_pool = in_pool[:, None] + word[None, :]  # [BLOCK, D / PARTS]
+        key = tl.load(keys + in_pool, mask=is_token[:, None], other=0.0)
         value = tl.load(values + in_pool, mask=is_token[:, None], other=0.0)
-        logits = tl.dot(query, tl.trans(key.to(query.dtype)), input_precision="ieee") * scale
-        logits = tl.where(is_token[None, :], logits, -1e30)  # [QUERIES, BLOCK]
+        logits = tl.zeros((QUERIES, BLOCK), tl.float32)
+        for i in tl.static_range(PARTS):
+            part = tl.trans(_part(key, i, TYPE, EXACT))
+            logits = tl.dot(query[i], part, logits, input_precision="ieee")
+        logits = tl.where(is_token[None, :], logits * scale, -1e30)
         before, largest = largest, tl.maximum(largest, tl.max(logits, axis=1))
         weights = tl.exp2(logits - largest[:, None])
         decay = tl.exp2(before - largest)
         total = total * decay + tl.sum(weights, axis=1)
-        product = tl.dot(weights.to(query.dtype), value.to(query.dtype), input_precision="ieee")
-        sums = sums * decay[:, None] + product
+        weights = weights.to(TYPE)
+        sums = [
+            sums[i] * decay[:, None]
+            + tl.dot(weights, _part(value, i, TYPE, EXACT), input_precision="ieee")
+            for i in (0, 1)[:PARTS]
+        ]
     at = ((request * KV_HEADS * GROUP + query_head) * SPLITS + split).to(tl.int64)
     some = tl.maximum(total, 1e-30)
-    tl.store(
-        partial + at[:, None] * HEAD_DIM + dims[None, :],
-        sums * (v_scale / some)[:, None],
-        is_query[:, None],
-    )
+    for i in tl.static_range(PARTS):
+        target = partial + at[:, None] * HEAD_DIM + (PARTS * word + i)[None, :]
+        tl.store(target, sums[i] * (v_scale / some)[:, None], is_query[:, None])
     tl.store(log_sums + at, tl.where(total > 0, largest + tl.log2(some), -1e30), is_query)
+
+
+@triton.jit
+def _part(numbers, PART: tl.constexpr, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The numbers as TYPE; of words of two in FP8 those of a part, in units of `_OF_HALF`."""
+    if numbers.dtype != tl.int16:
+        return numbers.to(TYPE)
+    elif INTERPRETED:
+        byte = (numbers >> (8 * PART)) & 0xFF
+        half = ((byte & 0x80) << 8) | ((byte & 0x7F) << 7)
+        return half.to(tl.int16).to(tl.float16, bitcast=True).to(TYPE)
+    else:
+        # Sign, exponent and mantissa of two go where those of float16 are, shorter by a bit and by
+        # seven. 0xEA is (first and second) or third.
+        HOW: tl.constexpr = (
+            "shl.b32 s, $1, 8; shl.b32 t, $1, 7;"
+            if PART == 0
+            else "mov.b32 s, $1; shr.b32 t, $1, 1;"
+        )
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 s, t; " + HOW + " and.b32 t, t, 0x3F803F80;"
+            " lop3.b32 $0, s, 0x80008000, t, 0xEA; }",
+            "=r,r",
+            [numbers],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
 
 
 @triton.jit(do_not_specialize=["splits"])
