@@ -50,7 +50,7 @@ LAUNCH = Launch()
 _QUERIES = 16
 """The matrix unit takes so many query heads at a time."""
 
-_OF_HALF = 256.0
+_OF_HALF = tl.constexpr(256.0)
 """What a number of FP8 is in units of the float16 with its exponent and mantissa."""
 
 
@@ -81,10 +81,10 @@ def attend_rows(
     assert picked.is_contiguous()
     assert out.is_contiguous()
     assert row_table.stride(1) == 1
-    block, factor = LAUNCH.block, 1.0
+    block = LAUNCH.block
     if keys.dtype == torch.float8_e4m3fn and queries.dtype.itemsize == 2:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
-        block, factor = 2 * block, _OF_HALF
+        block, v_scale = 2 * block, v_scale * _OF_HALF.value
     units = requests * kv_heads
     splits = min(LAUNCH.most_splits, max(1, LAUNCH.programs // units))
     partial = torch.empty(
@@ -103,8 +103,8 @@ def attend_rows(
         budgets,
         partial,
         log_sums,
-        scale * k_scale * factor * 1.4426950408889634,  # powers of two are faster than those of e
-        v_scale * factor,
+        scale * k_scale * 1.4426950408889634,  # powers of two are faster than those of e
+        v_scale,
         *queries.stride()[:2],
         *keys.stride()[:2],
         row_table.stride(0),
@@ -213,6 +213,7 @@ def _attend(
     if EXACT:
         query = [query[i].to(tl.float32) for i in (0, 1)[:PARTS]]
     TYPE: tl.constexpr = query[0].dtype
+    UNIT: tl.constexpr = _OF_HALF if PARTS == 2 else 1.0
     largest = tl.full((QUERIES,), -1e30, tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     sums = [tl.zeros((QUERIES, HEAD_DIM // PARTS), tl.float32) for _ in (0, 1)[:PARTS]]
@@ -231,7 +232,7 @@ def _attend(
         for i in tl.static_range(PARTS):
             part = tl.trans(_part(key, i, TYPE, EXACT))
             logits = tl.dot(query[i], part, logits, input_precision="ieee")
-        logits = tl.where(is_token[None, :], logits * scale, -1e30)
+        logits = tl.where(is_token[None, :], logits * UNIT * scale, -1e30)
         before, largest = largest, tl.maximum(largest, tl.max(logits, axis=1))
         weights = tl.exp2(logits - largest[:, None])
         decay = tl.exp2(before - largest)
