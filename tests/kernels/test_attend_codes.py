@@ -201,6 +201,7 @@ def assert_same(sequences: Held, queries: Tensor) -> None:
         ("quantspec 4, values too", 4, 1, 128, NARROW),
         ("quantspec 4, values too", 3, 5, 64, torch.float32),
         ("quantspec 8", 8, 1, 64, torch.float16),
+        ("quantspec 8", 4, 9, 128, NARROW),
         ("quantspec 8", 3, 3, 256, torch.float32),  # more queries than a launch takes
         ("hack 4, sums", 1, 1, 128, torch.float32),
         ("hack 4, keys by 16", 4, 1, 64, torch.float32),
@@ -241,7 +242,7 @@ def test_sums_taken_anew_are_those_that_are_stored(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize(("group", "count"), [(4, 1), (1, 1), (8, 1), (4, 5), (2, 8)])
+@pytest.mark.parametrize(("group", "count"), [(4, 1), (1, 1), (8, 1), (4, 5), (2, 8), (4, 9)])
 @pytest.mark.parametrize("name", ATTENDED)
 def test_triton_at_full_size(name: str, group: int, count: int, head_dim: int) -> None:
     """20001 and 777 tokens in bfloat16, read through page tables of random pages."""

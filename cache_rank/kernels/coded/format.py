@@ -96,7 +96,9 @@ class Format(NamedTuple):
             whole groups unless `unfinished`. Returns sums of values by their weights, a tuple of
             `parts_of_words`, (channels, PADDED) each; the largest logit and the sum of weights,
             (PADDED,) each.
-        attending: makes its parameters from the tokens and PADDED. None if codes are only decoded.
+        attend_many: the same for more than the queries of a token, if there is a faster way.
+        attending: makes the parameters of both from the tokens and PADDED. None if codes are only
+            decoded.
     """
 
     encode: Any
@@ -106,4 +108,5 @@ class Format(NamedTuple):
     scoring: Callable[[CodedTokens, Tensor, Tensor], Parameters]
     keys_as_values: bool = False
     attend: Any = None
+    attend_many: Any = None
     attending: Callable[[CodedTokens, int], Parameters] | None = None

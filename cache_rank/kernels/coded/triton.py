@@ -47,6 +47,9 @@ _GATHERED_ELEMENTS = 2048
 _LEAST_QUERIES = 8
 """The matrix unit multiplies codes with so many queries at a time."""
 
+_LEAST_MANY = 64
+"""It multiplies so many with what is in shared memory."""
+
 _WIDE = 256
 """Queries of heads as wide as this are taken _LEAST_QUERIES at a time.
 
@@ -208,7 +211,9 @@ def _attend_at_once(
     of, layout = _FORMATS[type(tokens.codecs[0])], Layout.of(tokens)
     assert of.attending is not None
     units, group = grouped.shape[0] * layout.kv_heads, grouped.shape[2]
-    padded = max(_LEAST_QUERIES, triton.next_power_of_2(group))
+    padded, attend = max(_LEAST_QUERIES, triton.next_power_of_2(group)), of.attend
+    if padded > _LEAST_QUERIES and of.attend_many is not None:
+        padded, attend = max(padded, _LEAST_MANY), of.attend_many
     parameters = of.attending(tokens, padded)
     launch = parameters.launch
     splits = _MULTIPROCESSORS * launch.programs // max(1, units)
@@ -227,7 +232,7 @@ def _attend_at_once(
         GROUP=group,
         PADDED=padded,
         STAGES=launch.stages,
-        ATTEND=of.attend,
+        ATTEND=attend,
         LAYOUT=layout,
         CONSTANTS=parameters.constants,
         INTERPRETED=not grouped.is_cuda,

@@ -9,6 +9,9 @@ codes are relative to adds one number to each:
 Codes are whole numbers of float16, and the factors before them are rounded to it. A word of 16 bits
 has codes of four channels. Codes of one place in two words are unpacked at once, as they lie in the
 operands of the matrix unit. So sums are taken by `parts_of_words`.
+
+That is for the queries of a token. For those of several, as a verification has, `attend_many` makes
+queries the rows of products, so that what a warp unpacks all warps multiply.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ def attending(tokens: CodedTokens, padded: int) -> Parameters:
     assert tokens.codecs[1] == codec._replace(per_channel=False)
     launch = Launch(warps=2, programs=4 if codec.read_bits == 8 else 6)
     if padded > 8:
-        launch = Launch(warps=4 if padded <= 32 else 8)
+        launch = Launch(warps=4 if padded <= 64 else 8, stages=5)
     return Parameters((), _Attending(codec.read_bits), launch)
 
 
@@ -141,3 +144,73 @@ def attend(
         # that would add up, so each has its own.
         sums = [sums[i] * decay[None, :] + tl.dot(codes[i], factor, added) for i in (0, 1, 2, 3)]
     return sums, largest, total
+
+
+@triton.jit
+def attend_many(
+    key_planes,
+    value_planes,
+    queries,
+    pages,
+    layer,
+    head,
+    start,
+    stop,
+    scale,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+):
+    """As `attend`, for more queries: codes become numbers once, for queries in all warps.
+
+    They go to shared memory, where the matrix unit reads them. The scales of keys are in them,
+    float16; those of values go into weights.
+    """
+    HEAD_DIM: tl.constexpr = LAYOUT.head_dim
+    WORDS: tl.constexpr = HEAD_DIM // 4
+    SIZE: tl.constexpr = LAYOUT.group_tokens
+    BITS: tl.constexpr = CONSTANTS.bits
+    OFFSET: tl.constexpr = 1032.0 if BITS == 8 else 64.0
+    row, word, token = tl.arange(0, PADDED)[:, None], tl.arange(0, WORDS), tl.arange(0, SIZE)
+    at = token[:, None] * WORDS + word[None, :]  # [group tokens, D / 4] words
+    # Of each part [PADDED, D / 4] queries
+    own = queries + row * HEAD_DIM + 2 * word[None, :]
+    query = [
+        tl.load(own + (i // 2 * 2 * WORDS + i % 2), mask=row < GROUP, other=0.0) * scale
+        for i in (0, 1, 2, 3)
+    ]
+    query = [query[i].to(tl.float16) for i in (0, 1, 2, 3)]
+    largest = tl.full((PADDED,), -1e30, tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    sums = [tl.zeros((PADDED, WORDS), tl.float32) for _ in (0, 1, 2, 3)]
+    for first in tl.range(start, stop, SIZE, num_stages=STAGES):
+        group = place_in_pages(pages, first, layer, head, LAYOUT) // SIZE
+        words = group * SIZE * WORDS
+        codes = _load_codes(key_planes, words + at, BITS, INTERPRETED)
+        logits = tl.zeros((PADDED, SIZE), tl.float32)
+        for half in tl.static_range(2):
+            channel = group * HEAD_DIM + half * 2 * WORDS + 2 * word[:, None] + tl.arange(0, 2)
+            steps, zeros = _load_relative_to(key_planes, channel, BITS)
+            steps, zeros = tl.split(steps.to(tl.float16)), tl.split(zeros.to(tl.float16))
+            for i in tl.static_range(2):
+                key = (codes[2 * half + i] - OFFSET) * steps[i][None, :] + zeros[i][None, :]
+                logits = tl.dot(query[2 * half + i], tl.trans(key), logits)
+        step, zero = _load_relative_to(value_planes, group * SIZE + token, BITS)
+        bits = tl.maximum(step, _LEAST_STEP).to(tl.int32, bitcast=True)
+        exponent = ((bits >> 23) - 127).to(tl.float32)
+        of_block = tl.max(logits + exponent[None, :], axis=1)
+        before, largest = largest, tl.maximum(largest, of_block)
+        weights = tl.exp2(logits - largest[:, None])
+        factor = (weights * step[None, :]).to(tl.float16)
+        decay = tl.exp2(before - largest)
+        total = total * decay + tl.sum(weights, axis=1)
+        added = tl.sum(weights * zero[None, :], axis=1)
+        codes = _load_codes(value_planes, words + at, BITS, INTERPRETED)
+        sums = [
+            tl.dot(factor, codes[i] - OFFSET, sums[i] * decay[:, None] + added[:, None])
+            for i in (0, 1, 2, 3)
+        ]
+    return [tl.trans(sums[i]) for i in (0, 1, 2, 3)], largest, total

@@ -30,7 +30,7 @@ from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, nearest_integers, power_below, quotient
 from cache_rank.kernels.coded.tokens import load_group, place_in_pages, store_gathered
 from cache_rank.kernels.nibbles.triton import pack_nibbles, signed, unpack_codes
-from cache_rank.kernels.quantspec.attending import attend, attending
+from cache_rank.kernels.quantspec.attending import attend, attend_many, attending
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.score.triton import store_logits
 
@@ -272,4 +272,13 @@ def _logits(
         store_logits(logit, first + token, tl.full((SIZE,), 1, tl.int1), logits, PADDED)
 
 
-FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring, attend=attend, attending=attending)
+FORMAT = Format(
+    _encode,
+    _gather,
+    _logits,
+    _encoding,
+    _scoring,
+    attend=attend,
+    attend_many=attend_many,
+    attending=attending,
+)
