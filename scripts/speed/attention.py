@@ -16,6 +16,8 @@ from cache_rank.kernels.coded import attend_codes, encode_groups, gather_codes
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
 from cache_rank.kernels.hack.reference import GROUP as HACK_GROUP
 from cache_rank.kernels.hack.reference import HackCodec
+from cache_rank.kernels.lynx.reference import PAGE as LYNX_PAGE
+from cache_rank.kernels.lynx.reference import LynxCodec
 from cache_rank.kernels.quantspec.reference import GROUP as QUANTSPEC_GROUP
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
@@ -65,6 +67,12 @@ def _quantspec(bits: int) -> Format:
     return Format((codecs[0], codecs[1]), QUANTSPEC_GROUP, 2, (0, 2, 3) if bits == 4 else None)
 
 
+def _lynx(reads_residuals: bool) -> Format:
+    codec = LynxCodec(reads_residuals=reads_residuals)
+    planes = None if reads_residuals else (0, 2, 3, 4, 5)
+    return Format((codec, codec), LYNX_PAGE, 1, planes)
+
+
 def _hack(bits: int, sums_anew: bool = False, unfinished: bool = False) -> Format:
     keys = HackCodec(True, torch.bfloat16, bits, sums_anew=sums_anew)
     values = keys._replace(of_keys=False, value_sums=not sums_anew)
@@ -75,6 +83,8 @@ def _hack(bits: int, sums_anew: bool = False, unfinished: bool = False) -> Forma
 FORMATS = {
     "quantspec, 4 bits": _quantspec(4),
     "quantspec, 8 bits": _quantspec(8),
+    "lynx, anchors and residuals": _lynx(True),
+    "lynx, anchors": _lynx(False),
     "hack, 4 bits": _hack(4),
     "hack, 2 bits": _hack(2),
     # The ablations of HACK, section 7.4: without summation or requantization elimination.

@@ -49,7 +49,12 @@ def random_queries(rows: int, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize(
-    ("name", "options"), [("bf16", {}), ("quantspec", {}), ("quantspec", {"reading": 8})], ids=str
+    ("name", "options"),
+    [
+        *(("bf16", {}), ("quantspec", {}), ("quantspec", {"reading": 8})),
+        *(("lynx", {"reading": "anchor"}), ("lynx", {"alpha": 3})),
+    ],
+    ids=str,
 )
 def test_attention_is_that_to_all_decoded_tokens(
     name: str, options: dict[str, Any], count: int
@@ -68,9 +73,10 @@ def test_attention_is_that_to_all_decoded_tokens(
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_newest_tokens_are_found_in_a_ring_that_has_gone_round(length: int) -> None:
+@pytest.mark.parametrize("name", ["quantspec", "lynx"])
+def test_newest_tokens_are_found_in_a_ring_that_has_gone_round(name: str, length: int) -> None:
     """A ring has older ones beside them, and at first what is no number."""
-    held = Held.empty("quantspec", length, MODEL)
+    held = Held.empty(name, length, MODEL)
     for ring in held.residency._tokens.rings:
         ring.fill_(torch.nan)
     while held.resident < length:
@@ -82,8 +88,9 @@ def test_newest_tokens_are_found_in_a_ring_that_has_gone_round(length: int) -> N
     torch.testing.assert_close(log_sums[0].double(), expected[1], atol=1e-5, rtol=1e-5)
 
 
-def test_a_refused_row_attends_to_nothing() -> None:
-    sequences = held_together("quantspec")[:2]
+@pytest.mark.parametrize("name", ["quantspec", "lynx"])
+def test_a_refused_row_attends_to_nothing(name: str) -> None:
+    sequences = held_together(name)[:2]
     queries = random_queries(2, 2)
     rows = rows_of(sequences, [held.resident - 1 for held in sequences], refused=(1,))
     out, log_sums = sequences[0].residency.attend(rows, 0, queries)
@@ -92,15 +99,20 @@ def test_a_refused_row_attends_to_nothing() -> None:
     assert out[0].isfinite().all()
 
 
-def test_triton_attends_to_both_planes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter; scores of this residency read the upper plane alone."""
+@pytest.mark.parametrize(
+    ("name", "options"), [("quantspec", {}), ("lynx", {"reading": "anchor"})], ids=str
+)
+def test_triton_attends_to_both_planes(
+    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the interpreter; scores of these residencies read the upper plane alone."""
     monkeypatch.setattr(triton, "_MOST_SPLITS", 3)
     wide = msgspec.structs.replace(MODEL, head_dim=64, scale=0.125)
-    held = Held.whole("quantspec", 700, wide)
+    held = Held.whole(name, 700, wide, **options)
     queries = torch.randn(1, 3, wide.query_heads, wide.head_dim)
     rows = rows_of([held], [699])
     expected = held.residency.attend(rows, 1, queries)
-    monkeypatch.setattr("cache_rank.residency.quantspec.attend_codes", triton.attend_codes)
+    monkeypatch.setattr("cache_rank.residency.coded.attend_codes", triton.attend_codes)
     found = held.residency.attend(rows, 1, queries)
     assert not torch.equal(found[0], expected[0])
     for one, other in zip(found, expected, strict=True):
@@ -125,5 +137,6 @@ def test_parts_merge_to_the_whole() -> None:
     assert (found[1][2, 3] == -torch.inf).all()
 
 
-def test_formats_that_attend_are_those_that_hold_tokens_exactly_or_in_8_bits() -> None:
-    assert {name for name, held in FORMATS.items() if held.attends} == {"bf16", "quantspec"}
+def test_formats_that_verify_are_those_that_hold_tokens_exactly_or_in_8_bits() -> None:
+    able = {name for name, held in FORMATS.items() if held.verifies}
+    assert able == {"bf16", "quantspec", "lynx"}
