@@ -11,7 +11,7 @@ from held_sequences import Held, rows_of
 from small_models import GQA
 
 from cache_rank.kernels.attention import attend_to, merge
-from cache_rank.kernels.coded import triton
+from cache_rank.kernels.coded import attending, triton
 from cache_rank.residency import FORMATS
 
 MODEL = msgspec.structs.replace(GQA, dtype="float32")  # what is read is not rounded
@@ -53,6 +53,7 @@ def random_queries(rows: int, count: int) -> torch.Tensor:
     [
         *(("bf16", {}), ("quantspec", {}), ("quantspec", {"reading": 8})),
         *(("lynx", {"reading": "anchor"}), ("lynx", {"alpha": 3})),
+        *(("mosaickv", {"segment": 512, "dropped": 25}), ("mosaickv", {"group": 4})),
     ],
     ids=str,
 )
@@ -73,11 +74,12 @@ def test_attention_is_that_to_all_decoded_tokens(
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("name", ["quantspec", "lynx"])
+@pytest.mark.parametrize("name", ["quantspec", "lynx", "mosaickv"])
 def test_newest_tokens_are_found_in_a_ring_that_has_gone_round(name: str, length: int) -> None:
     """A ring has older ones beside them, and at first what is no number."""
     held = Held.empty(name, length, MODEL)
-    for ring in held.residency._tokens.rings:
+    store = held.residency._memory.store if name == "mosaickv" else held.residency._tokens
+    for ring in store.rings:
         ring.fill_(torch.nan)
     while held.resident < length:
         held.load(min(60, length - held.resident))
@@ -88,7 +90,7 @@ def test_newest_tokens_are_found_in_a_ring_that_has_gone_round(name: str, length
     torch.testing.assert_close(log_sums[0].double(), expected[1], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["quantspec", "lynx"])
+@pytest.mark.parametrize("name", ["quantspec", "lynx", "mosaickv"])
 def test_a_refused_row_attends_to_nothing(name: str) -> None:
     sequences = held_together(name)[:2]
     queries = random_queries(2, 2)
@@ -106,7 +108,7 @@ def test_triton_attends_to_both_planes(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the interpreter; scores of these residencies read the upper plane alone."""
-    monkeypatch.setattr(triton, "_MOST_SPLITS", 3)
+    monkeypatch.setattr(attending, "_MOST_SPLITS", 3)
     wide = msgspec.structs.replace(MODEL, head_dim=64, scale=0.125)
     held = Held.whole(name, 700, wide, **options)
     queries = torch.randn(1, 3, wide.query_heads, wide.head_dim)

@@ -10,7 +10,7 @@ from coded_cases import ATTENDED, KV_HEADS, NARROW, empty, hack, largest, load, 
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cache_rank.kernels.coded import reference, triton
+from cache_rank.kernels.coded import attending, reference, triton
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.hack.reference import (
     HackCodec,
@@ -167,7 +167,7 @@ def test_unfinished_groups_are_encoded_as_if_they_had_no_more_tokens(
 def few_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter takes its time for each program."""
     if device.type == "cpu":
-        monkeypatch.setattr(triton, "_MOST_SPLITS", 3)
+        monkeypatch.setattr(attending, "_MOST_SPLITS", 3)
 
 
 def assert_same(sequences: Held, queries: Tensor) -> None:
