@@ -10,8 +10,10 @@ import torch
 from held_sequences import Held, rows_of
 from small_models import GQA
 
+from cache_rank.config import ModelShape
+from cache_rank.kernels import by_device
 from cache_rank.kernels.attention import attend_to, merge
-from cache_rank.kernels.coded import attending, triton
+from cache_rank.kernels.coded import attending
 from cache_rank.residency import FORMATS
 
 MODEL = msgspec.structs.replace(GQA, dtype="float32")  # what is read is not rounded
@@ -19,13 +21,13 @@ LENGTHS = (700, 1, 127, 128, 255, 256, 257, 384)
 """Without codes, with some, and around the ends of their groups."""
 
 
-def held_together(name: str, **options: Any) -> list[Held]:
+def held_together(name: str, model: ModelShape = MODEL, **options: Any) -> list[Held]:
     """Sequences of LENGTHS in one residency, on pages of their own."""
     sequences: list[Held] = []
     for index, length in enumerate(LENGTHS[:4]):
         beside = sequences[0] if sequences else None
         place = {"slot": index, "beside": beside, "tokens_seed": index}
-        held = Held.empty(name, length, MODEL, **place, **options)
+        held = Held.empty(name, length, model, **place, **options)
         held.pages = list(range(4 * index, 4 * index + 4))[::-1]
         held.load(length)
         sequences.append(held)
@@ -101,21 +103,28 @@ def test_a_refused_row_attends_to_nothing(name: str) -> None:
     assert out[0].isfinite().all()
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize(
-    ("name", "options"), [("quantspec", {}), ("lynx", {"reading": "anchor"})], ids=str
+    ("name", "options"),
+    [
+        *(("quantspec", {}), ("lynx", {"reading": "anchor"})),
+        *(("mosaickv", {"segment": 512, "threshold": 20, "dropped": 25}), ("mosaickv", {})),
+    ],
+    ids=str,
 )
-def test_triton_attends_to_both_planes(
-    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_triton_attends_to_all_that_is_held(
+    name: str, options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the interpreter; scores of these residencies read the upper plane alone."""
     monkeypatch.setattr(attending, "_MOST_SPLITS", 3)
     wide = msgspec.structs.replace(MODEL, head_dim=64, scale=0.125)
-    held = Held.whole(name, 700, wide, **options)
-    queries = torch.randn(1, 3, wide.query_heads, wide.head_dim)
-    rows = rows_of([held], [699])
-    expected = held.residency.attend(rows, 1, queries)
-    monkeypatch.setattr("cache_rank.residency.coded.attend_codes", triton.attend_codes)
-    found = held.residency.attend(rows, 1, queries)
+    sequences = held_together(name, wide, **options)
+    queries = torch.randn(len(sequences), count, wide.query_heads, wide.head_dim)
+    positions = [held.resident - 1 for held in sequences]
+    rows = rows_of(sequences, positions, refused=(2,))
+    expected = sequences[0].residency.attend(rows, 1, queries)
+    monkeypatch.setattr(by_device, "is_on_gpu", lambda *arguments: True)
+    found = sequences[0].residency.attend(rows, 1, queries)
     assert not torch.equal(found[0], expected[0])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=5e-3, rtol=0)

@@ -45,7 +45,9 @@ def attend_grouped(
         out, total = part.new_empty(part.shape), part.new_empty(part.shape[:3])
         merge_splits(*launch(part.contiguous()), out, total)
         parts.append((out, total))
-    out, total = (torch.cat(of_parts, dim=2) for of_parts in zip(*parts, strict=True))
+    out, total = parts[0]
+    if len(parts) > 1:
+        out, total = (torch.cat(of_parts, dim=2) for of_parts in zip(*parts, strict=True))
     return by_query(out, queries), by_query(total, queries)
 
 

@@ -24,23 +24,20 @@ from cache_rank.kernels.mosaickv.reference import PackedStore
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.triton import multiplies_float32
 
-_VECTORS = 64
-"""A program of four warps unpacks this many vectors at once."""
-
 _WINDOW = 4096
 """The end of a strategy is looked for among so many tokens at once."""
 
 _REGISTERS = 168
 """A thread has this many, so that three programs, which wait for memory, share a multiprocessor."""
 
-_AT_ONCE = 2 * LEAST_QUERIES
-"""So many queries of a KV head are taken at once: registers hold their outputs and their sums."""
-
 
 def attend_packed(
     store: PackedStore, queries: Tensor, rows: PagedRows, layer: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """See the reference. Two launches for every _AT_ONCE queries of a KV head."""
+    """See the reference. Two launches for every LEAST_QUERIES queries of a KV head.
+
+    Registers hold two sums of values for each query, before they are rotated back and after.
+    """
     layout, exact = Layout.of(store), multiplies_float32(store.rings[0])
 
     def launch(grouped: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,8 +56,7 @@ def attend_packed(
             buffers=store.strategy_of.shape[1],
             in_table=store.rows.shape[1],
             GROUP=grouped.shape[2],
-            PADDED=max(LEAST_QUERIES, triton.next_power_of_2(grouped.shape[2])),
-            VECTORS=_VECTORS,
+            PADDED=LEAST_QUERIES,
             WINDOW=_WINDOW,
             LAYOUT=layout,
             EXACT=exact,
@@ -68,7 +64,7 @@ def attend_packed(
         )
         return partial, log_sums
 
-    return attend_grouped(queries, layout.kv_heads, _AT_ONCE, launch)
+    return attend_grouped(queries, layout.kv_heads, LEAST_QUERIES, launch)
 
 
 @triton.jit
@@ -80,8 +76,9 @@ def _load_rotation(rotation, part, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _unpack(vectors, entry, used, group, LAYOUT: tl.constexpr):
+def _unpack(vectors, entry, group, LAYOUT: tl.constexpr):
     """Unpack all channels of packed vectors: (vectors, part) of each part."""
+    used = entry >= 0
     PARTS: tl.constexpr = LAYOUT.parts
     none = tl.zeros(entry.shape, tl.uint32)
     found, word, before = unpack_part(vectors, entry, used, none, none, 0, group, LAYOUT)
@@ -114,7 +111,6 @@ def _attend(
     in_table,
     GROUP: tl.constexpr,
     PADDED: tl.constexpr,
-    VECTORS: tl.constexpr,
     WINDOW: tl.constexpr,
     LAYOUT: tl.constexpr,
     EXACT: tl.constexpr,
@@ -139,6 +135,7 @@ def _attend(
     stop = packed * (split + 1) // splits * LAYOUT.buffer
 
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
+    BUFFER: tl.constexpr = LAYOUT.buffer
     MATRIX: tl.constexpr = HEAD_DIM * LAYOUT.channels
     PARTS: tl.constexpr = (0, 1, 2, 3, 4, 5, 6, 7)[: LAYOUT.parts]
     DTYPE: tl.constexpr = tl.float32 if EXACT else rotations.dtype.element_ty
@@ -151,9 +148,8 @@ def _attend(
     total = tl.zeros((PADDED,), tl.float32)
     while first < stop:
         # A run of one strategy: queries in its frame, (part, PADDED) each.
-        BUFFERS: tl.constexpr = WINDOW // LAYOUT.buffer
         until = tl.minimum(stop, first + WINDOW)
-        strategy, last = run_at(unit_strategies, first, until, BUFFERS, LAYOUT)
+        strategy, last = run_at(unit_strategies, first, until, WINDOW // BUFFER, LAYOUT)
         table = tl.load(rows + slot * in_table + strategy).to(tl.int64) * LAYOUT.layers + layer
         group = tl.load(numbers + table * 2 + 1)
         of_keys = rotations + (table * 2 * LAYOUT.kv_heads + head) * MATRIX
@@ -166,21 +162,18 @@ def _attend(
         ]
         before_run = largest
         sums = [tl.zeros((LAYOUT.part, PADDED), tl.float32) for _ in PARTS]
-        for begin in range(first, last, VECTORS):
-            token = begin + tl.arange(0, VECTORS)
-            used = token < last
-            entry = place_in_pages(pages, token, layer, head, LAYOUT, used)
-            key = _unpack(keys, entry, used, group, LAYOUT)
-            logits = tl.zeros((VECTORS, PADDED), tl.float32)
+        for begin in range(first, last, BUFFER):
+            entry = place_in_pages(pages, begin, layer, head, LAYOUT) + tl.arange(0, BUFFER)
+            key = _unpack(keys, entry, group, LAYOUT)
+            logits = tl.zeros((BUFFER, PADDED), tl.float32)
             for i in tl.static_range(LAYOUT.parts):
                 logits = tl.dot(key[i].to(DTYPE), rotated[i], logits, input_precision="ieee")
-            logits = tl.where(used[:, None], logits, -1e30)
             before, largest = largest, tl.maximum(largest, tl.max(logits, axis=0))
             weights = tl.exp2(logits - largest[None, :])
             decay = tl.exp2(before - largest)
             total = total * decay + tl.sum(weights, axis=0)
             weights = weights.to(DTYPE)
-            value = _unpack(values, entry, used, group, LAYOUT)
+            value = _unpack(values, entry, group, LAYOUT)
             sums = [
                 tl.dot(
                     tl.trans(value[i]).to(DTYPE),
