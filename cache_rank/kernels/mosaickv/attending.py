@@ -136,8 +136,9 @@ def _attend(
 
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
     BUFFER: tl.constexpr = LAYOUT.buffer
+    PART: tl.constexpr = LAYOUT.part
+    PARTS: tl.constexpr = LAYOUT.parts
     MATRIX: tl.constexpr = HEAD_DIM * LAYOUT.channels
-    PARTS: tl.constexpr = (0, 1, 2, 3, 4, 5, 6, 7)[: LAYOUT.parts]
     DTYPE: tl.constexpr = tl.float32 if EXACT else rotations.dtype.element_ty
     ROUNDING: tl.constexpr = "ieee" if EXACT else "tf32"
     column, dims = tl.arange(0, PADDED), tl.arange(0, HEAD_DIM)
@@ -158,15 +159,15 @@ def _attend(
             tl.dot(
                 tl.trans(_load_rotation(of_keys, i, LAYOUT)), query, input_precision=ROUNDING
             ).to(DTYPE)
-            for i in PARTS
+            for i in (0, 1, 2, 3, 4, 5, 6, 7)[:PARTS]
         ]
         before_run = largest
-        sums = [tl.zeros((LAYOUT.part, PADDED), tl.float32) for _ in PARTS]
+        sums = [tl.zeros((PART, PADDED), tl.float32) for _ in (0, 1, 2, 3, 4, 5, 6, 7)[:PARTS]]
         for begin in range(first, last, BUFFER):
             entry = place_in_pages(pages, begin, layer, head, LAYOUT) + tl.arange(0, BUFFER)
             key = _unpack(keys, entry, group, LAYOUT)
             logits = tl.zeros((BUFFER, PADDED), tl.float32)
-            for i in tl.static_range(LAYOUT.parts):
+            for i in tl.static_range(PARTS):
                 logits = tl.dot(key[i].to(DTYPE), rotated[i], logits, input_precision="ieee")
             before, largest = largest, tl.maximum(largest, tl.max(logits, axis=0))
             weights = tl.exp2(logits - largest[None, :])
@@ -181,11 +182,11 @@ def _attend(
                     sums[i] * decay[None, :],
                     input_precision="ieee",
                 )
-                for i in PARTS
+                for i in (0, 1, 2, 3, 4, 5, 6, 7)[:PARTS]
             ]
         # What the run adds, rotated back.
         out *= tl.exp2(before_run - largest)[None, :]
-        for i in tl.static_range(LAYOUT.parts):
+        for i in tl.static_range(PARTS):
             rotation = _load_rotation(of_values, i, LAYOUT)
             out = tl.dot(rotation, sums[i], out, input_precision=ROUNDING)
         first = last
