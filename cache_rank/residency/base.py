@@ -41,8 +41,8 @@ class Residency(ABC):
     lossless: ClassVar[bool] = False
     """Tokens are read back as they came."""
 
-    attends: ClassVar[bool] = False
-    """It can attend to all tokens that it holds."""
+    verifies: ClassVar[bool] = False
+    """Its attention is exact enough to verify drafts: to every channel, by queries as they came."""
 
     captures_append: ClassVar[bool] = True
     """Appends of as many rows always queue the same work, so that CUDA graphs can capture them."""

@@ -22,7 +22,7 @@ class Bf16Residency(Residency):
 
     name: ClassVar[str] = "bf16"
     lossless: ClassVar[bool] = True
-    attends: ClassVar[bool] = True
+    verifies: ClassVar[bool] = True
 
     @classmethod
     def bytes_per_token(cls, config: CacheRankConfig) -> int:

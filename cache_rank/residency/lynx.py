@@ -1,13 +1,16 @@
 """`lynx`: 4-bit anchors and 4-bit residuals on a logarithmic scale (Lynx section 4.1).
 
-A page is encoded when it is complete; what is shipped is decoded from anchors and residuals. Scores
-read both, or with the option `reading=anchor` half the bytes.
+A page is encoded when it is complete; what is shipped is decoded from anchors and residuals, and
+attention reads both. So do scores, or with the option `reading=anchor` half the bytes.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+from torch import Tensor
+
+from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.coded.reference import Codec
 from cache_rank.kernels.lynx.reference import DEFAULT_ALPHA, PAGE, LynxCodec
@@ -24,9 +27,17 @@ class LynxResidency(CodedResidency):
         "reading": OneOf(("full", "anchor")),
     }
     group_tokens: ClassVar[int] = PAGE
+    verifies: ClassVar[bool] = True
 
     @classmethod
     def codecs(cls, config: CacheRankConfig) -> tuple[Codec, Codec]:
         options = cls.settings(config.kv_residency_options)
-        codec = LynxCodec(float(options["alpha"]), scores_in_full=options["reading"] == "full")
+        codec = LynxCodec(float(options["alpha"]), reads_residuals=options["reading"] == "full")
         return codec, codec
+
+    def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Residency.attend`. Anchors and residuals are read, whatever scores read."""
+        codec, _ = self._tokens.codecs
+        assert isinstance(codec, LynxCodec)
+        in_full = codec._replace(reads_residuals=True)
+        return self._attend_by((in_full, in_full), rows, layer, queries)

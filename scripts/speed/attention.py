@@ -12,10 +12,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from cache_rank import residency
+from cache_rank.config import CacheRankConfig, ModelShape, OptionValue
 from cache_rank.kernels.coded import attend_codes, encode_groups, gather_codes
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
 from cache_rank.kernels.hack.reference import GROUP as HACK_GROUP
 from cache_rank.kernels.hack.reference import HackCodec
+from cache_rank.kernels.lynx.reference import PAGE as LYNX_PAGE
+from cache_rank.kernels.lynx.reference import LynxCodec
+from cache_rank.kernels.mosaickv import attend_packed, gather_packed
+from cache_rank.kernels.mosaickv.reference import PackedStore
 from cache_rank.kernels.quantspec.reference import GROUP as QUANTSPEC_GROUP
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
@@ -65,6 +71,12 @@ def _quantspec(bits: int) -> Format:
     return Format((codecs[0], codecs[1]), QUANTSPEC_GROUP, 2, (0, 2, 3) if bits == 4 else None)
 
 
+def _lynx(reads_residuals: bool) -> Format:
+    codec = LynxCodec(reads_residuals=reads_residuals)
+    planes = None if reads_residuals else (0, 2, 3, 4, 5)
+    return Format((codec, codec), LYNX_PAGE, 1, planes)
+
+
 def _hack(bits: int, sums_anew: bool = False, unfinished: bool = False) -> Format:
     keys = HackCodec(True, torch.bfloat16, bits, sums_anew=sums_anew)
     values = keys._replace(of_keys=False, value_sums=not sums_anew)
@@ -75,6 +87,8 @@ def _hack(bits: int, sums_anew: bool = False, unfinished: bool = False) -> Forma
 FORMATS = {
     "quantspec, 4 bits": _quantspec(4),
     "quantspec, 8 bits": _quantspec(8),
+    "lynx, anchors and residuals": _lynx(True),
+    "lynx, anchors": _lynx(False),
     "hack, 4 bits": _hack(4),
     "hack, 2 bits": _hack(2),
     # The ablations of HACK, section 7.4: without summation or requantization elimination.
@@ -144,6 +158,28 @@ def _hold(held_as: Format, rows: int, tokens: int) -> tuple[CodedTokens, PagedRo
     return held, PagedRows(table, zeros, torch.full_like(zeros, count - 1))
 
 
+PACKED: dict[str, OptionValue] = {"rate": 75, "group": 1}
+"""Options of `mosaickv`: those of the paper. Of random numbers `auto` would keep more."""
+
+
+def _pack(rows: int, tokens: int) -> tuple[PackedStore, PagedRows]:
+    """Random tokens as packed vectors, so many of each row, and none that is newer."""
+    model = ModelShape(1, QUERY_HEADS, KV_HEADS, HEAD_DIM, "bfloat16", SCALE)
+    config = CacheRankConfig(
+        model, max_rows=rows, kv_residency="mosaickv", kv_residency_options=PACKED
+    )
+    pages = rows * tokens // PAGE_TOKENS
+    held: Any = residency.create(config, pages, torch.get_default_device())
+    table = torch.randperm(pages).view(rows, -1).to(torch.int32)
+    for row in range(rows):
+        for start in range(0, tokens, PAGE_TOKENS * 32):
+            count = min(PAGE_TOKENS * 32, tokens - start)
+            shipment = torch.randn((2, 1, count, KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
+            held.load(table[row], row, start, shipment)
+    slots = torch.arange(rows, dtype=torch.int32)
+    return held._memory.store, PagedRows(table, slots, torch.full_like(slots, tokens - 1))
+
+
 def _encode_and_attend(held: CodedTokens, query: Tensor, rows: PagedRows) -> None:
     encode_groups(held, rows, 1, range(1))
     attend_codes(held, query, rows, 0, SCALE)
@@ -197,3 +233,18 @@ def attention_rows(rows: int, tokens: int, queries: int) -> Iterator[dict[str, A
         error = float((found - expected).square().mean() / expected.square().mean()) ** 0.5
         yield timed(f"{name}: on codes", attend, read, error=error)
         del held, decode, decode_and_attend, attend
+
+    store, paged = _pack(rows, tokens)
+    gather = partial(gather_packed, store, paged, 0, everything, decoded[0], decoded[1])
+    attend_to_packed = partial(attend_packed, store, query, paged, 0, SCALE)
+
+    def gather_and_attend() -> Tensor:
+        gather()
+        return attention(query, keys, values)
+
+    planes = (*store.keys, *store.values, store.rotations)
+    read, name = sum(plane.nbytes for plane in planes), "mosaickv, a quarter kept"
+    yield timed(f"{name}: decoded, then {best}", gather_and_attend, read + 2 * decoded.nbytes)
+    expected, found = gather_and_attend().float(), attend_to_packed()[0]
+    error = float((found - expected).square().mean() / expected.square().mean()) ** 0.5
+    yield timed(f"{name}: on packed vectors", attend_to_packed, read, error=error)

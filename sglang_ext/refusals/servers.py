@@ -274,7 +274,7 @@ def _drafts(args: CacheRankFlags) -> Iterator[Objection]:
 
 
 def _verified_elsewhere(args: CacheRankFlags) -> Iterator[Objection]:
-    able = [name for name, held in FORMATS.items() if held.attends]
+    able = [name for name, held in FORMATS.items() if held.verifies]
     if args.kv_residency not in able:
         why = f"a cache rank verifies drafts over tokens that it holds as {' or '.join(able)}"
         remedy = "pass one of them, pass --inference-kv full, or drop --speculative-algorithm"

@@ -10,8 +10,10 @@ import torch
 from held_sequences import Held, rows_of
 from small_models import GQA
 
+from cache_rank.config import ModelShape
+from cache_rank.kernels import by_device
 from cache_rank.kernels.attention import attend_to, merge
-from cache_rank.kernels.coded import triton
+from cache_rank.kernels.coded import attending
 from cache_rank.residency import FORMATS
 
 MODEL = msgspec.structs.replace(GQA, dtype="float32")  # what is read is not rounded
@@ -19,13 +21,13 @@ LENGTHS = (700, 1, 127, 128, 255, 256, 257, 384)
 """Without codes, with some, and around the ends of their groups."""
 
 
-def held_together(name: str, **options: Any) -> list[Held]:
+def held_together(name: str, model: ModelShape = MODEL, **options: Any) -> list[Held]:
     """Sequences of LENGTHS in one residency, on pages of their own."""
     sequences: list[Held] = []
     for index, length in enumerate(LENGTHS[:4]):
         beside = sequences[0] if sequences else None
         place = {"slot": index, "beside": beside, "tokens_seed": index}
-        held = Held.empty(name, length, MODEL, **place, **options)
+        held = Held.empty(name, length, model, **place, **options)
         held.pages = list(range(4 * index, 4 * index + 4))[::-1]
         held.load(length)
         sequences.append(held)
@@ -49,7 +51,13 @@ def random_queries(rows: int, count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize(
-    ("name", "options"), [("bf16", {}), ("quantspec", {}), ("quantspec", {"reading": 8})], ids=str
+    ("name", "options"),
+    [
+        *(("bf16", {}), ("quantspec", {}), ("quantspec", {"reading": 8})),
+        *(("lynx", {"reading": "anchor"}), ("lynx", {"alpha": 3})),
+        *(("mosaickv", {"segment": 512, "dropped": 25}), ("mosaickv", {"group": 4})),
+    ],
+    ids=str,
 )
 def test_attention_is_that_to_all_decoded_tokens(
     name: str, options: dict[str, Any], count: int
@@ -68,10 +76,12 @@ def test_attention_is_that_to_all_decoded_tokens(
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_newest_tokens_are_found_in_a_ring_that_has_gone_round(length: int) -> None:
+@pytest.mark.parametrize("name", ["quantspec", "lynx", "mosaickv"])
+def test_newest_tokens_are_found_in_a_ring_that_has_gone_round(name: str, length: int) -> None:
     """A ring has older ones beside them, and at first what is no number."""
-    held = Held.empty("quantspec", length, MODEL)
-    for ring in held.residency._tokens.rings:
+    held = Held.empty(name, length, MODEL)
+    store = held.residency._memory.store if name == "mosaickv" else held.residency._tokens
+    for ring in store.rings:
         ring.fill_(torch.nan)
     while held.resident < length:
         held.load(min(60, length - held.resident))
@@ -82,8 +92,9 @@ def test_newest_tokens_are_found_in_a_ring_that_has_gone_round(length: int) -> N
     torch.testing.assert_close(log_sums[0].double(), expected[1], atol=1e-5, rtol=1e-5)
 
 
-def test_a_refused_row_attends_to_nothing() -> None:
-    sequences = held_together("quantspec")[:2]
+@pytest.mark.parametrize("name", ["quantspec", "lynx", "mosaickv"])
+def test_a_refused_row_attends_to_nothing(name: str) -> None:
+    sequences = held_together(name)[:2]
     queries = random_queries(2, 2)
     rows = rows_of(sequences, [held.resident - 1 for held in sequences], refused=(1,))
     out, log_sums = sequences[0].residency.attend(rows, 0, queries)
@@ -92,16 +103,28 @@ def test_a_refused_row_attends_to_nothing() -> None:
     assert out[0].isfinite().all()
 
 
-def test_triton_attends_to_both_planes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter; scores of this residency read the upper plane alone."""
-    monkeypatch.setattr(triton, "_MOST_SPLITS", 3)
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *(("quantspec", {}), ("lynx", {"reading": "anchor"})),
+        *(("mosaickv", {"segment": 512, "threshold": 20, "dropped": 25}), ("mosaickv", {})),
+    ],
+    ids=str,
+)
+def test_triton_attends_to_all_that_is_held(
+    name: str, options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the interpreter; scores of these residencies read the upper plane alone."""
+    monkeypatch.setattr(attending, "_MOST_SPLITS", 3)
     wide = msgspec.structs.replace(MODEL, head_dim=64, scale=0.125)
-    held = Held.whole("quantspec", 700, wide)
-    queries = torch.randn(1, 3, wide.query_heads, wide.head_dim)
-    rows = rows_of([held], [699])
-    expected = held.residency.attend(rows, 1, queries)
-    monkeypatch.setattr("cache_rank.residency.quantspec.attend_codes", triton.attend_codes)
-    found = held.residency.attend(rows, 1, queries)
+    sequences = held_together(name, wide, **options)
+    queries = torch.randn(len(sequences), count, wide.query_heads, wide.head_dim)
+    positions = [held.resident - 1 for held in sequences]
+    rows = rows_of(sequences, positions, refused=(2,))
+    expected = sequences[0].residency.attend(rows, 1, queries)
+    monkeypatch.setattr(by_device, "is_on_gpu", lambda *arguments: True)
+    found = sequences[0].residency.attend(rows, 1, queries)
     assert not torch.equal(found[0], expected[0])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=5e-3, rtol=0)
@@ -125,5 +148,6 @@ def test_parts_merge_to_the_whole() -> None:
     assert (found[1][2, 3] == -torch.inf).all()
 
 
-def test_formats_that_attend_are_those_that_hold_tokens_exactly_or_in_8_bits() -> None:
-    assert {name for name, held in FORMATS.items() if held.attends} == {"bf16", "quantspec"}
+def test_formats_that_verify_are_those_that_hold_tokens_exactly_or_in_8_bits() -> None:
+    able = {name for name, held in FORMATS.items() if held.verifies}
+    assert able == {"bf16", "quantspec", "lynx"}

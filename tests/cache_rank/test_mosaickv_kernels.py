@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cache_rank.config import ModelShape
 from cache_rank.kernels import by_device
+from cache_rank.kernels.coded import attending
 from cache_rank.kernels.wire.reference import to_wire
 from cache_rank.protocol import Row
 
@@ -30,12 +31,14 @@ class Said(NamedTuple):
         tokens: (2, layers, Hkv, T / 3, D), every third token as it is read.
         scores: (layers, Hkv, T).
         shipped: (2, layers, Hkv, n, D), some of them.
+        attended: (layers, 1, 3, Hq, D + 1), outputs and log-sum-exps of some queries.
     """
 
     strategies: list[list[tuple[int, int]]]
     tokens: Tensor
     scores: Tensor
     shipped: Tensor
+    attended: Tensor
 
     @classmethod
     def of(cls, held: Held) -> Said:
@@ -46,6 +49,7 @@ class Said(NamedTuple):
             held.read(range(0, held.resident, 3)),
             held.score(held.queries()),
             shipped_by(held),
+            attended_by(held),
         )
         return cls(strategies, *(part.cpu().float() for part in found))
 
@@ -67,6 +71,15 @@ def shipped_by(held: Held) -> Tensor:
     assert (written[:, ~used] == 7).all()
     assert torch.equal(written[:, used], to_wire(shipped, torch.int8)[:, used])
     return shipped[:, 0]
+
+
+def attended_by(held: Held) -> Tensor:
+    """Outputs of three queries, and log-sum-exps behind them: (L, 1, 3, Hq, D + 1)."""
+    rows = rows_of([held], [held.resident - 1])
+    queries = torch.stack([held.queries(seed) for seed in (5, 6, 7)], dim=1)
+    queries = queries.to(held.tokens.device, held.config.model.torch_dtype).unsqueeze(1)
+    found = (held.residency.attend(rows, layer, queries[layer]) for layer in held.layers)
+    return torch.stack([torch.cat((out, sums[..., None]), dim=-1) for out, sums in found])
 
 
 def said_on_the_way(
@@ -103,6 +116,7 @@ def assert_agree(found: Said, expected: Said) -> None:
         assert ((one - other).abs() > 0.05 * energy.sqrt()).float().mean() < 1e-3
     assert (found.shipped[..., 0, :] == 7).all()
     assert ((found.scores - expected.scores).abs() > 0.05).float().mean() < 2e-3
+    torch.testing.assert_close(found.attended, expected.attended, rtol=0, atol=0.05)
 
 
 def test_kernels_hold_and_say_what_the_references_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +144,11 @@ def test_kernels_read_bitmaps_of_several_words(
     queries = expected.queries()
     scores = expected.score(queries)
     shipped = shipped_by(expected)[..., 1:, :].float()
+    attended = attended_by(expected)
+    monkeypatch.setattr(attending, "_MOST_SPLITS", 3)
     monkeypatch.setattr(by_device, "is_on_gpu", lambda *arguments: True)
     torch.testing.assert_close(found.score(queries), scores, rtol=0, atol=1e-4)
+    torch.testing.assert_close(attended_by(found), attended, rtol=0, atol=1e-3)
     # Decoded numbers are rounded to bfloat16, from sums in another order.
     torch.testing.assert_close(
         shipped_by(found)[..., 1:, :].float(), shipped, rtol=2**-7, atol=1e-4

@@ -167,10 +167,12 @@ def test_a_lost_cache_rank_costs_no_token(server: Server, plain_server: Server, 
     wait_until(lambda: all_is_free(server))
 
 
-@pytest.fixture(scope="module")
-def coded_server(random_model: Callable[..., Path]) -> Iterator[Server]:
-    """Tokens are held as codes of 8 bits, of which drafts are selected by the upper 4."""
-    flags = [*FLAGS, "--kv-residency", "quantspec", "--model-path", str(random_model())]
+@pytest.fixture(scope="module", params=["quantspec", "lynx"])
+def coded_server(
+    request: pytest.FixtureRequest, random_model: Callable[..., Path]
+) -> Iterator[Server]:
+    """Tokens are held as codes of 8 bits; of quantspec drafts are selected by the upper 4."""
+    flags = [*FLAGS, "--kv-residency", request.param, "--model-path", str(random_model())]
     with serve(flags, STRICT_POOL) as running:
         yield running
 

@@ -83,7 +83,7 @@ def quantspec(bits: int, bits_of_values: int = 8) -> Format:
 
 
 def lynx(in_full: bool, alpha: float = DEFAULT_ALPHA) -> Format:
-    codec = LynxCodec(alpha, scores_in_full=in_full)
+    codec = LynxCodec(alpha, reads_residuals=in_full)
     return Format(
         lambda dtype: (codec, codec),
         256,
@@ -136,6 +136,7 @@ ATTENDED = {
     "quantspec 4, values too": quantspec(4, bits_of_values=4),
     **{name: FORMATS[name] for name in ("quantspec 8", "hack 4, sums", "hack 2, sums")},
     **{name: FORMATS[name] for name in ("hack 4, unfinished", "hack 2, unfinished")},
+    **{name: FORMATS[name] for name in FORMATS if name.startswith("lynx")},
     "hack 4, keys by 16": hack(bits=4, partition=16, value_sums=True, values_by=64),
 }
 """Formats whose codes can be attended to."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from quantization_cases import tokens
 from torch import Tensor
 
+from cache_rank.kernels.lynx.attending import FLIPPED, part_instructions
 from cache_rank.kernels.lynx.decoding import instructions, table_words
 from cache_rank.kernels.lynx.reference import (
     CHUNK,
@@ -127,6 +128,7 @@ OPERATIONS = {
     "mul": lambda a, b: a * b,
     "fma": lambda a, b, c: a * b + c,
     "and": lambda a, b: a & b,
+    "xor": lambda a, b: a ^ b,
     "sub": lambda a, b: a - b,
     "shr": lambda a, b: a >> b,
     "shl": lambda a, b: a << b,
@@ -136,9 +138,9 @@ OPERATIONS = {
 }
 
 
-def run_instructions(text: str, operands: list[np.ndarray]) -> list[np.ndarray]:
-    """The four results of `instructions`: as a GPU runs them, by the definitions of PTX."""
-    registers = {f"${4 + index}": words for index, words in enumerate(operands)}
+def run_instructions(text: str, operands: list[np.ndarray], results: int = 4) -> list[np.ndarray]:
+    """The results of instructions: as a GPU runs them, by the definitions of PTX."""
+    registers = {f"${results + index}": words for index, words in enumerate(operands)}
 
     def words_of(name: str) -> np.ndarray:
         words = registers[name] if name in registers else np.uint32(int(name, 0))
@@ -155,7 +157,7 @@ def run_instructions(text: str, operands: list[np.ndarray]) -> list[np.ndarray]:
             registers[target] = operation(*halves).astype(np.float16).view(np.uint32)
         else:
             registers[target] = operation(*words).astype(np.uint32)
-    return [registers[f"${index}"] for index in range(4)]
+    return [registers[f"${index}"] for index in range(results)]
 
 
 @pytest.mark.parametrize("alpha", [0.01, 1.0, 10.0, 1000.0])
@@ -188,3 +190,31 @@ def test_instructions_of_a_gpu_make_fractions_of_every_code(alpha: float, in_ful
             error = np.abs(keys.astype(np.float64) - expected)[coded]
             assert error.max() < (8e-4 if in_full else 5e-4)
             assert np.sqrt(np.mean(error**2)) < 2e-4
+
+
+@pytest.mark.parametrize("alpha", [0.01, 1.0, 10.0, 1000.0])
+@pytest.mark.parametrize("in_full", [False, True])
+def test_instructions_of_attention_make_elements_of_every_code(alpha: float, in_full: bool) -> None:
+    """Of the 16 anchors and 16 residuals in each of the eight nibbles, within 0.15 of a level."""
+    generator = np.random.default_rng(0)
+    anchors, residuals = generator.integers(0, 1 << 32, (2, 20_000), dtype=np.uint32)
+    halves = generator.uniform(0.25, 1, (2, 20_000, 2)).astype(np.float16)
+    words = [np.ascontiguousarray(half).view(np.uint32)[:, 0] for half in halves]
+    (flipped,) = run_instructions(FLIPPED.value, [anchors], 1)
+    fractions = np.array([fraction_of(level, alpha) for level in range(LEVELS + 1)])
+    for part, text in enumerate(part_instructions(alpha, in_full)):
+        (found,) = run_instructions(text, [flipped, residuals, *words], 1)
+        for word in range(2):
+            shift = np.uint32(16 * word + part % 2 * 8 + part // 2 * 4)
+            anchor = ((anchors >> shift & 15).astype(np.int64) ^ 8) - 8
+            residual = ((residuals >> shift & 15).astype(np.int64) ^ 8) - 8
+            level = 16 * np.where(anchor < 0, -anchor - 1, anchor) - residual * in_full
+            coded = (level >= 0) & (level <= LEVELS)
+            fraction = fractions[np.where(coded, level, 0)]
+            spread, mean = halves[:, :, word].astype(np.float64)
+            expected = mean + spread * np.where(anchor < 0, -fraction, fraction)
+            elements = found.view(np.float16).reshape(-1, 2)[:, word].astype(np.float64)
+            step = math.log1p(alpha) / LEVELS * (fraction + 1 / alpha) * spread
+            rounded = HALF.eps * np.maximum(np.abs(expected), 2**-14) / 2
+            error = np.abs(elements - expected) - rounded
+            assert (error / step)[coded].max() < 0.15

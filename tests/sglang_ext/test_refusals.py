@@ -72,7 +72,6 @@ EXCHANGE_CASES: list[tuple[str, dict[str, Any]]] = [
         (flag, {"inference_kv": "working-set", "speculative_algorithm": "CACHE_RANK", **fields})
         for flag, fields in (
             ("--inference-kv --kv-residency", {"kv_residency": "hack"}),
-            ("--inference-kv --kv-residency", {"kv_residency": "lynx"}),
             ("--inference-kv --kv-residency", {"kv_residency": "mosaickv"}),
             ("--inference-kv --max-queued-requests", {"max_queued_requests": 8}),
         )
@@ -279,7 +278,7 @@ def test_full_queues_are_allowed_where_steps_only_draft(make: Make) -> None:
     refuse(args, servers.exchange(args))
 
 
-@pytest.mark.parametrize("kv_residency", ["quantspec", "bf16"])
+@pytest.mark.parametrize("kv_residency", ["quantspec", "bf16", "lynx"])
 def test_a_cache_rank_may_verify(make: Make, kv_residency: str) -> None:
     asked = {"speculative_algorithm": "CACHE_RANK", "inference_kv": "working-set"}
     args = make(kv_residency=kv_residency, **asked)

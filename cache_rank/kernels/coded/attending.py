@@ -6,10 +6,57 @@ log-sum-exp (flash decoding). How a format attends to codes is in its folder.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from cache_rank.kernels.attend.triton import merge_splits
+from cache_rank.kernels.coded.reference import by_kv_head, by_query
 from cache_rank.kernels.coded.tokens import coded_tokens
+
+LEAST_QUERIES = 8
+"""The matrix unit multiplies codes with so many queries at a time."""
+
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200, which are kept busy with attention to codes."""
+
+_MOST_SPLITS = 64
+"""The codes of a row and KV head are split over at most so many programs."""
+
+
+def attend_grouped(
+    queries: Tensor,
+    kv_heads: int,
+    at_once: int,
+    launch: Callable[[Tensor], tuple[Tensor, Tensor]],
+) -> tuple[Tensor, Tensor]:
+    """Attend with queries (R, Q, Hq, D), of each KV head at most so many at once.
+
+    `launch` attends with queries (R, Hkv, queries, D), and returns what `merge_splits` takes.
+
+    Returns:
+        Outputs (R, Q, Hq, D) and log-sum-exps (R, Q, Hq).
+    """
+    parts = []
+    for part in by_kv_head(queries, kv_heads).split(at_once, dim=2):
+        out, total = part.new_empty(part.shape), part.new_empty(part.shape[:3])
+        merge_splits(*launch(part.contiguous()), out, total)
+        parts.append((out, total))
+    out, total = parts[0]
+    if len(parts) > 1:
+        out, total = (torch.cat(of_parts, dim=2) for of_parts in zip(*parts, strict=True))
+    return by_query(out, queries), by_query(total, queries)
+
+
+def empty_splits(grouped: Tensor, programs: int) -> tuple[Tensor, Tensor]:
+    """Memory of what is merged, where a multiprocessor runs so many programs at once."""
+    splits = _MULTIPROCESSORS * programs // max(1, grouped.shape[0] * grouped.shape[1])
+    splits = min(_MOST_SPLITS, max(1, splits))
+    partial = grouped.new_empty((*grouped.shape[:3], splits, grouped.shape[3]))
+    return partial, grouped.new_empty(partial.shape[:4])
 
 
 @triton.jit(

@@ -13,10 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.attend.triton import merge_splits
-from cache_rank.kernels.coded.attending import attend_split
+from cache_rank.kernels.coded.attending import (
+    LEAST_QUERIES,
+    attend_grouped,
+    attend_split,
+    empty_splits,
+)
 from cache_rank.kernels.coded.format import Format, Layout
-from cache_rank.kernels.coded.reference import CodedTokens, by_kv_head, by_query
+from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.tokens import GatherTarget, GroupSource, coded_tokens, place_in_pages
 from cache_rank.kernels.hack.reference import HackCodec
 from cache_rank.kernels.hack.triton import FORMAT as HACK
@@ -44,24 +48,15 @@ _FORMATS: dict[type, Format] = {HackCodec: HACK, LynxCodec: LYNX, QuantSpecCodec
 _GATHERED_ELEMENTS = 2048
 """A program gathers at most this many elements of keys, and as many of values."""
 
-_LEAST_QUERIES = 8
-"""The matrix unit multiplies codes with so many queries at a time."""
-
 _LEAST_MANY = 64
-"""It multiplies so many with what is in shared memory."""
+"""The matrix unit multiplies so many queries at a time with what is in shared memory."""
 
 _WIDE = 256
-"""Queries of heads as wide as this are taken _LEAST_QUERIES at a time.
+"""Queries of heads as wide as this are taken LEAST_QUERIES at a time.
 
 More do not fit registers: such a kernel, of 20 queries and D = 256, accessed memory that is not its
 own on an H200. So few are multiplied without instructions of a whole warp group.
 """
-
-_MULTIPROCESSORS = 132
-"""Of an H100 or H200, which are kept busy with attention to codes."""
-
-_MOST_SPLITS = 64
-"""The codes of a row and KV head are split over at most so many programs."""
 
 
 def encode_groups(
@@ -188,60 +183,43 @@ def attend_codes(
 ) -> tuple[Tensor, Tensor]:
     """See the reference. D is a power of two, on a GPU of at least 64.
 
-    Two launches, or two for every _LEAST_QUERIES queries of a KV head if heads are _WIDE.
+    Two launches, or two for every LEAST_QUERIES queries of a KV head if heads are _WIDE.
     """
-    head_dim = queries.shape[-1]
-    grouped = by_kv_head(queries, tokens.rings[0].shape[2])
-    at_once = _LEAST_QUERIES if head_dim >= _WIDE else grouped.shape[2]
-    parts = [
-        _attend_at_once(tokens, part.contiguous(), rows, layer, scale)
-        for part in grouped.split(at_once, dim=2)
-    ]
-    if len(parts) == 1:
-        out, total = parts[0]
-    else:
-        out, total = (torch.cat(of_parts, dim=2) for of_parts in zip(*parts, strict=True))
-    return by_query(out, queries), by_query(total, queries)
-
-
-def _attend_at_once(
-    tokens: CodedTokens, grouped: Tensor, rows: PagedRows, layer: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attend with queries (R, Hkv, queries, D): outputs like them, and log-sum-exps."""
     of, layout = _FORMATS[type(tokens.codecs[0])], Layout.of(tokens)
-    assert of.attending is not None
-    units, group = grouped.shape[0] * layout.kv_heads, grouped.shape[2]
-    padded, attend = max(_LEAST_QUERIES, triton.next_power_of_2(group)), of.attend
-    if padded > _LEAST_QUERIES and of.attend_many is not None:
-        padded, attend = max(padded, _LEAST_MANY), of.attend_many
-    parameters = of.attending(tokens, padded)
-    launch = parameters.launch
-    splits = _MULTIPROCESSORS * launch.programs // max(1, units)
-    splits = min(_MOST_SPLITS, max(1, splits))
-    partial = grouped.new_empty((*grouped.shape[:3], splits, layout.head_dim))
-    log_sums = grouped.new_empty(partial.shape[:4])
-    attend_split[(units, splits)](
-        grouped,
-        *tokens.planes,
-        *rows,
-        partial,
-        log_sums,
-        layer,
-        rows.page_table.stride(0),
-        scale * 1.4426950408889634,  # powers of two are faster than those of e
-        GROUP=group,
-        PADDED=padded,
-        STAGES=launch.stages,
-        ATTEND=attend,
-        LAYOUT=layout,
-        CONSTANTS=parameters.constants,
-        INTERPRETED=not grouped.is_cuda,
-        num_warps=launch.warps,
-        maxnreg=launch.registers,
-    )
-    out, total = torch.empty_like(grouped), torch.empty_like(grouped[..., 0])
-    merge_splits(partial, log_sums, out, total)
-    return out, total
+    make_parameters = of.attending
+    assert make_parameters is not None
+
+    def launch(grouped: Tensor) -> tuple[Tensor, Tensor]:
+        group = grouped.shape[2]
+        padded, attend = max(LEAST_QUERIES, triton.next_power_of_2(group)), of.attend
+        if padded > LEAST_QUERIES and of.attend_many is not None:
+            padded, attend = max(padded, _LEAST_MANY), of.attend_many
+        parameters = make_parameters(tokens, padded)
+        launch = parameters.launch
+        partial, log_sums = empty_splits(grouped, launch.programs)
+        attend_split[(grouped.shape[0] * layout.kv_heads, partial.shape[3])](
+            grouped,
+            *tokens.planes,
+            *rows,
+            partial,
+            log_sums,
+            layer,
+            rows.page_table.stride(0),
+            scale * 1.4426950408889634,  # powers of two are faster than those of e
+            GROUP=group,
+            PADDED=padded,
+            STAGES=launch.stages,
+            ATTEND=attend,
+            LAYOUT=layout,
+            CONSTANTS=parameters.constants,
+            INTERPRETED=not grouped.is_cuda,
+            num_warps=launch.warps,
+            maxnreg=launch.registers,
+        )
+        return partial, log_sums
+
+    at_once = LEAST_QUERIES if layout.head_dim >= _WIDE else queries[0, :, :, 0].numel()
+    return attend_grouped(queries, layout.kv_heads, at_once, launch)
 
 
 @triton.jit(

@@ -148,6 +148,11 @@ def instructions(alpha: float, in_full: bool) -> str:
     return f"{{ {lines} }}"
 
 
+def half_constants(numbers: dict[str, float]) -> str:
+    """PTX that gives names to words with numbers in half precision, twice each."""
+    return _constants({name: _pair(number) for name, number in numbers.items()})
+
+
 def _constants(words: dict[str, int]) -> str:
     """PTX that gives words names."""
     return "".join(

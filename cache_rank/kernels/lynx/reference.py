@@ -139,11 +139,11 @@ class LynxCodec(NamedTuple):
 
     Attributes:
         alpha: α > 0 of the logarithmic scale.
-        scores_in_full: whether scores read residuals too.
+        reads_residuals: whether scores and attention read residuals too.
     """
 
     alpha: float = DEFAULT_ALPHA
-    scores_in_full: bool = True
+    reads_residuals: bool = True
 
     def planes(self, head_dim: int) -> tuple[Plane, ...]:
         """The tensors of `LynxCodes`."""
@@ -162,8 +162,14 @@ class LynxCodec(NamedTuple):
 
     def score(self, queries: Tensor, planes: Sequence[Tensor], scale: float) -> Tensor:
         """Compute the logits of pages of keys."""
-        keys = decode_tokens(align(LynxCodes(*planes)), self.alpha, self.scores_in_full)
-        return (queries @ keys.transpose(-1, -2)) * scale
+        return (queries @ self._read(planes).transpose(-1, -2)) * scale
+
+    def weigh(self, weights: Tensor, planes: Sequence[Tensor]) -> Tensor:
+        """Add up the values of pages by their weights."""
+        return weights @ self._read(planes)
+
+    def _read(self, planes: Sequence[Tensor]) -> Tensor:
+        return decode_tokens(align(LynxCodes(*planes)), self.alpha, self.reads_residuals)
 
 
 def fraction_of(level: float, alpha: float) -> float:

@@ -22,6 +22,7 @@ from cache_rank.kernels.coded.int8_split import int8_columns, load_query_half
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, power_below, quotient
 from cache_rank.kernels.coded.tokens import load_group, place_in_pages, store_gathered
+from cache_rank.kernels.lynx.attending import attend, attending
 from cache_rank.kernels.lynx.decoding import (
     half_part,
     instructions,
@@ -96,7 +97,7 @@ def _encoding(tokens: CodedTokens) -> Parameters:
 
 def _scoring(tokens: CodedTokens, queries: Tensor, out: Tensor) -> Parameters:
     codec, head_dim = _codec(tokens), queries.shape[-1]
-    alpha, in_full = codec.alpha, codec.scores_in_full
+    alpha, in_full = codec.alpha, codec.reads_residuals
     chunks = min(PAGE // CHUNK, max(1, _SCORED_ELEMENTS // (CHUNK * head_dim)))
     columns = int8_columns(queries, out)
     constants = _Scoring(CHUNK, chunks, columns, in_full, instructions(alpha, in_full))
@@ -332,4 +333,13 @@ def _by_chunk(parts, CHUNKS: tl.constexpr):
     return tl.broadcast_to(operand, (CHUNKS, operand.shape[1], operand.shape[2]))
 
 
-FORMAT = Format(_encode, _gather, _logits, _encoding, _scoring, keys_as_values=True)
+FORMAT = Format(
+    _encode,
+    _gather,
+    _logits,
+    _encoding,
+    _scoring,
+    keys_as_values=True,
+    attend=attend,
+    attending=attending,
+)

@@ -78,6 +78,16 @@ def tokens_in_pages(strategy_of, tokens, LAYOUT: tl.constexpr):
 
 
 @triton.jit
+def run_at(unit_strategies, first, stop, BUFFERS: tl.constexpr, LAYOUT: tl.constexpr):
+    """The strategy of token `first`, and the first token of another strategy, or `stop`."""
+    strategy = tl.load(unit_strategies + first // LAYOUT.buffer)
+    buffer = first // LAYOUT.buffer + tl.arange(0, BUFFERS)
+    token = buffer * LAYOUT.buffer
+    other = tl.load(unit_strategies + buffer, mask=token < stop, other=-1)
+    return strategy, tl.min(tl.where((token < stop) & (other == strategy), stop, token))
+
+
+@triton.jit
 def _set_bits(words):
     """Count the bits of uint32 that are set; the compiler makes one instruction of this."""
     words -= (words >> 1) & 0x55555555

@@ -11,12 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from cache_rank.kernels.attention import merge
+from cache_rank.kernels.coded.reference import by_kv_head, by_query
 from cache_rank.kernels.mosaickv.vectors import (
     PackedVectors,
     Strategy,
     decode,
     lost_energy,
     score_packed,
+    unpack_vectors,
 )
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
@@ -76,6 +79,16 @@ class PackedStore(NamedTuple):
             found.append((first, last, self.strategy(int(self.rows[slot, index]), layer)))
             first = last
         return found
+
+    def packed(
+        self, vectors: PackedVectors, pages: Tensor, layer: int, first: int, last: int
+    ) -> PackedVectors:
+        """Packed keys or values of a sequence's tokens [first, last), (Hkv, last - first, ...)."""
+        position = torch.arange(first, last, device=pages.device)
+        head = torch.arange(self.rings[0].shape[2], device=pages.device).unsqueeze(-1)
+        page = pages[position // self.page_tokens].to(torch.int64)
+        place = (page, layer, head, position % self.page_tokens)
+        return PackedVectors(*(plane[place] for plane in vectors))
 
     def newest(self, slot: int, layers: int | slice, first: int, last: int) -> Tensor:
         """Tokens [first, last) as they came: of a layer (2, Hkv, last - first, D)."""
@@ -208,16 +221,12 @@ def score_packed_step(
     """
     _, layers, kv_heads, _ = out.shape
     grouped = queries.unflatten(2, (kv_heads, -1))  # (R, L, Hkv, G, D)
-    head = torch.arange(kv_heads, device=out.device).unsqueeze(-1)
     for row, slot, newest in rows.used():
         for index in range(layers):
             layer, of_heads, logits = first_layer + index, grouped[row, index], []
             last = 0
             for first, last, strategy in store.runs(slot, layer, newest + 1):
-                position = torch.arange(first, last, device=out.device)
-                page = rows.page_table[row, position // store.page_tokens].to(torch.int64)
-                place = (page, layer, head, position % store.page_tokens)
-                keys = PackedVectors(*(plane[place] for plane in store.keys))
+                keys = store.packed(store.keys, rows.page_table[row], layer, first, last)
                 rotation = strategy.rotations[0]
                 logits.append(score_packed(of_heads, keys, rotation, strategy.group, scale))
             exact = store.newest(slot, layer, last, newest + 1)[0].float()
@@ -225,3 +234,29 @@ def score_packed_step(
             # The largest log-probability over the heads of a group.
             log_probabilities = torch.log_softmax(torch.cat(logits, dim=-1), dim=-1)
             out[row, index, :, : newest + 1] = log_probabilities.amax(dim=-2)
+
+
+def attend_packed(
+    store: PackedStore, queries: Tensor, rows: PagedRows, layer: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attend to the tokens of every row that are packed (PackedAttention, section 5.3).
+
+    Values are added up in the frame of their strategy, and each run's sum is rotated back once. It
+    is `attend_codes` of coded/reference.py, with the same arguments and results.
+    """
+    grouped = by_kv_head(queries, store.rings[0].shape[2])
+    out, log_sums = torch.zeros_like(grouped), torch.full_like(grouped[..., 0], -torch.inf)
+    for row, slot, newest in rows.used():
+        for first, last, strategy in store.runs(slot, layer, newest + 1):
+            keys, values = (
+                store.packed(vectors, rows.page_table[row], layer, first, last)
+                for vectors in (store.keys, store.values)
+            )
+            (of_keys, of_values), group = strategy.rotations, strategy.group
+            logits = score_packed(grouped[row], keys, of_keys, group, scale)
+            of_run = logits.logsumexp(dim=-1)
+            weights = (logits - of_run.unsqueeze(-1)).exp()
+            rotated = weights @ unpack_vectors(values, of_values.shape[-1], group)
+            run = (rotated @ of_values.float().mT, of_run)
+            out[row], log_sums[row] = merge(run, (out[row], log_sums[row]))
+    return by_query(out, queries), by_query(log_sums, queries)

@@ -14,7 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from cache_rank.kernels.coded.tokens import place_in_pages
-from cache_rank.kernels.mosaickv.packed import Layout, in_words, tokens_in_pages, unpack_part
+from cache_rank.kernels.mosaickv.packed import (
+    Layout,
+    in_words,
+    run_at,
+    tokens_in_pages,
+    unpack_part,
+)
 from cache_rank.kernels.mosaickv.reference import PackedStore, PackedWorkspace
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.triton import (
@@ -152,16 +158,6 @@ def _rotate(
 
 
 @triton.jit
-def _run_at(unit_strategies, first, stop, BUFFERS: tl.constexpr, LAYOUT: tl.constexpr):
-    """The strategy of token `first`, and the first token of another strategy, or `stop`."""
-    strategy = tl.load(unit_strategies + first // LAYOUT.buffer)
-    buffer = first // LAYOUT.buffer + tl.arange(0, BUFFERS)
-    token = buffer * LAYOUT.buffer
-    other = tl.load(unit_strategies + buffer, mask=token < stop, other=-1)
-    return strategy, tl.min(tl.where((token < stop) & (other == strategy), stop, token))
-
-
-@triton.jit
 def _load_queries(parts, weights, COUNT: tl.constexpr, LAYOUT: tl.constexpr):
     """Load COUNT rows of queries: (part, COUNT) of each part, and (COUNT,) weights."""
     row = tl.arange(0, COUNT)
@@ -236,7 +232,7 @@ def _score(
     first, last_packed = start, tl.minimum(stop, packed)
     while first < last_packed:
         BUFFERS: tl.constexpr = CHUNK // LAYOUT.buffer
-        strategy, last = _run_at(unit_strategies, first, last_packed, BUFFERS, LAYOUT)
+        strategy, last = run_at(unit_strategies, first, last_packed, BUFFERS, LAYOUT)
         table = tl.load(rows + slot * in_table + strategy).to(tl.int64) * LAYOUT.layers + layer
         group = tl.load(numbers + table * 2 + 1)
         own = (unit * strategies + strategy) * COUNT

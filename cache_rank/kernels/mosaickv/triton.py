@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cache_rank.kernels.coded.tokens import place_in_pages
+from cache_rank.kernels.mosaickv.attending import attend_packed
 from cache_rank.kernels.mosaickv.packed import Layout, in_words, tokens_in_pages, unpack_part
 from cache_rank.kernels.mosaickv.reference import PackedStore
 from cache_rank.kernels.mosaickv.scoring import score_packed_step
@@ -24,7 +25,7 @@ from cache_rank.kernels.score.triton import multiplies_float32
 from cache_rank.kernels.wire.reference import wire_width
 from cache_rank.kernels.wire.triton import store_tokens
 
-__all__ = ["compress_buffers", "gather_packed", "score_packed_step"]
+__all__ = ["attend_packed", "compress_buffers", "gather_packed", "score_packed_step"]
 
 _SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 """The smallest float32 that is not subnormal."""

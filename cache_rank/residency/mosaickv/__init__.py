@@ -23,11 +23,12 @@ from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
-from cache_rank.kernels.mosaickv import gather_packed, score_packed_step
+from cache_rank.kernels.attention import attend_to, merge
+from cache_rank.kernels.mosaickv import attend_packed, gather_packed, score_packed_step
 from cache_rank.kernels.mosaickv.reference import PackedWorkspace, packed_workspace
 from cache_rank.residency.base import Residency
 from cache_rank.residency.mosaickv.memory import PackedMemory
-from cache_rank.residency.mosaickv.segments import Segments
+from cache_rank.residency.mosaickv.segments import OPENING_TOKENS, Segments
 from cache_rank.residency.mosaickv.strategy import Compression
 from cache_rank.residency.options import Between, OneOf, Ranges
 
@@ -125,6 +126,22 @@ class MosaicKVResidency(Residency):
         self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor
     ) -> None:
         gather_packed(self._memory.store, rows.paged, layers.start, entering, keys, values)
+
+    def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Residency.attend`. Channels that vectors have lost are attended to as zeros."""
+        store, scale = self._memory.store, self._model.scale
+        of_packed = attend_packed(store, queries, rows.paged, layer, scale)
+        # Fewer than an opening are in no page.
+        slots = rows.slots.clamp(min=0).long()
+        held = torch.where(rows.slots < 0, 0, rows.positions + 1)
+        newest = torch.arange(OPENING_TOKENS, device=held.device)
+        newest = newest + store.packed_tokens(slots, held)[:, None]
+        entries = newest % store.rings[0].shape[3]
+        keys, values = (
+            ring[slots[:, None], layer, :, entries].transpose(1, 2) for ring in store.rings
+        )
+        is_seen = (newest < held[:, None]).unsqueeze(1)
+        return merge(of_packed, attend_to(queries, keys, values, is_seen, scale))
 
     def end(self, slot: int) -> None:
         if (ended := self._segments.pop(slot, None)) is not None:
