@@ -8,18 +8,20 @@ whose sizes follow from control messages alone. A step of R rows exchanges, for 
           the hidden state that enters `hidden_of` (H,)
     down  header (R, 6) int64, slots (R, L, Hkv, C) int32, keys and values (R, L, Hkv, C, D)
 
-and on the bulk channel travel n tokens, keys and values (2, layers, n, Hkv, D), and what a layer's
-queries are forecast by, (H + 2, Hq, D). Back on the bulk channel travels what a Restore asks for:
+and on the bulk channel travel n tokens, keys and values (2, layers, n, Hkv, D), or pages of them as
+codes (see CodedPages of residency/coded.py), and what a layer's queries are forecast by,
+(H + 2, Hq, D). Back on the bulk channel travels what a Restore asks for:
 how many tokens, (1,) int64, and their pages as the format holds them, (packed_bytes,) uint8 each.
 For an Attend of R rows, each layer's queries (R, width, Hq, D) travel there, and an AttendedMessage
 back, layer by layer.
-Tokens are in the dtype of the KV pool, but for those of a down message, which are in the wire
-dtype, and those that come back.
+Tokens are in the dtype of the KV pool, but for codes, and those of a down message, which are in the
+wire dtype.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -29,7 +31,7 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.schedule import LayerMessage
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 NO_SEQUENCE = -1
 
 
@@ -80,11 +82,16 @@ class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Bulk shipment of tokens [start, start + count); the tensor follows on the bulk channel.
 
     `start` 0 begins a sequence that has not begun, whose id must exceed every earlier one.
+
+    Attributes:
+        as_codes: they are complete pages as codes, which follow the pages that the sequence has
+            had of others or as codes. What follows goes on as after an `Adopt`.
     """
 
     sequence_id: int
     start: int
     count: int
+    as_codes: bool = False
 
 
 class Adopt(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -311,24 +318,21 @@ class DownMessage:
 
     def __init__(self, config: CacheRankConfig, layers: int, rows: int, memory: Tensor) -> None:
         """Lay the message out over the first bytes of some memory."""
-        views, start = [], 0
-        for part in self._parts(config, layers, rows):
-            views.append(memory[start : start + part.bytes].view(part.dtype).view(part.shape))
-            start += _aligned(part.bytes)
-        self.buffer = memory[:start]
-        self.header, self.slots, self.keys, self.values = views
+        parts = self._parts(config, layers, rows)
+        self.buffer = memory[: bytes_of(parts)]
+        self.header, self.slots, self.keys, self.values = lay_out(parts, memory)
 
     @classmethod
     def size(cls, config: CacheRankConfig, layers: int, rows: int) -> int:
         """Bytes of the message."""
-        return sum(_aligned(part.bytes) for part in cls._parts(config, layers, rows))
+        return bytes_of(cls._parts(config, layers, rows))
 
     @staticmethod
-    def _parts(config: CacheRankConfig, layers: int, rows: int) -> tuple[_Part, ...]:
+    def _parts(config: CacheRankConfig, layers: int, rows: int) -> tuple[Part, ...]:
         entries = (rows, layers, config.model.kv_heads, config.max_swap_tokens)
-        tokens = _Part(config.wire_torch_dtype, (*entries, config.wire_width))
-        header = _Part(torch.int64, (rows, len(AnswerHeader._fields)))
-        return header, _Part(torch.int32, entries), tokens, tokens
+        tokens = Part(config.wire_torch_dtype, (*entries, config.wire_width))
+        header = Part(torch.int64, (rows, len(AnswerHeader._fields)))
+        return header, Part(torch.int32, entries), tokens, tokens
 
 
 class AttendedMessage:
@@ -345,8 +349,8 @@ class AttendedMessage:
     ) -> None:
         model = config.model
         shape = (rows, width, model.query_heads)
-        outputs = _Part(model.torch_dtype, (*shape, model.head_dim))
-        log_sums = _Part(torch.float32, shape)
+        outputs = Part(model.torch_dtype, (*shape, model.head_dim))
+        log_sums = Part(torch.float32, shape)
         start = _aligned(outputs.bytes)
         self.buffer = torch.empty(start + log_sums.bytes, dtype=torch.uint8, device=device)
         self.outputs = self.buffer[: outputs.bytes].view(outputs.dtype).view(outputs.shape)
@@ -363,8 +367,8 @@ def down_sizes(config: CacheRankConfig, rows: int) -> list[int]:
     return [DownMessage.size(config, len(layers), rows) for layers in config.groups]
 
 
-class _Part(NamedTuple):
-    """One tensor of a message; the next begins at a multiple of 16 bytes, for wide loads."""
+class Part(NamedTuple):
+    """One tensor of a message; see `lay_out`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -372,6 +376,20 @@ class _Part(NamedTuple):
     @property
     def bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+
+def lay_out(parts: Sequence[Part], memory: Tensor) -> list[Tensor]:
+    """Make a view of each part of a message, uint8; each begins at a multiple of 16 bytes."""
+    views, start = [], 0
+    for part in parts:
+        views.append(memory[start : start + part.bytes].view(part.dtype).view(part.shape))
+        start += _aligned(part.bytes)
+    return views
+
+
+def bytes_of(parts: Sequence[Part]) -> int:
+    """Bytes of a message that is laid out so."""
+    return sum(_aligned(part.bytes) for part in parts)
 
 
 def _aligned(size: int) -> int:

@@ -22,7 +22,6 @@ from cache_rank.measure.recording import Recorder
 from cache_rank.messages import MessageBuffers
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
-    NO_SEQUENCE,
     Adopt,
     Attend,
     AttendedMessage,
@@ -36,7 +35,6 @@ from cache_rank.protocol import (
     QueryProjection,
     Report,
     Restore,
-    Row,
     Share,
     Step,
     ToCacheRank,
@@ -47,15 +45,11 @@ from cache_rank.protocol import (
     projection_shape,
 )
 from cache_rank.residency import memory_for_tokens
+from cache_rank.residency.encoding import shipment_bytes
 from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import LayerMessage
 from cache_rank.selector import Selector
-
-WARM_UP_TOKENS = 768
-"""A sequence of so many tokens has used all kernels of every format, but for those of its steps.
-
-`mosaickv` needs most: 256 open a sequence, and later ones are compressed by what they were.
-"""
+from cache_rank.warm_up import warm_up
 
 PEER_SECONDS = 600.0
 """The cache rank waits so long for the inference rank in the middle of a step, which may be slow or
@@ -104,57 +98,7 @@ class CacheRank:
         self._sent: dict[int | None, Pending] = {}
         self._loaded: dict[int, torch.cuda.Event | None] = {}
         self._received_of_layers: torch.cuda.Event | None = None
-        self._warm_up()
-
-    def _warm_up(self) -> None:
-        """Serve a sequence of our own until its slots are full, so that no request waits.
-
-        On a GPU the first launch of every kernel compiles or loads it, and memory is taken. On a
-        CPU there is nothing to gain beyond the first step.
-        """
-        config, selector = self.config, self.selector
-        on_gpu = self._device.type == "cuda"
-        tokens = config.sink_tokens + config.recent_tokens + config.sparse_budget
-        tokens = max(tokens, WARM_UP_TOKENS) if on_gpu else 1
-        tokens = min(tokens, selector.capacity_tokens) or 1
-        shipment = torch.zeros(
-            bulk_shape(config, tokens), dtype=config.model.torch_dtype, device=self._device
-        )
-        sequence = selector.begin(NO_SEQUENCE)
-        selector.load(sequence, shipment)
-        wanted = config.slots_wanted_after(tokens)
-        queries = config.query_window + 1 if on_gpu else 1
-        while sequence.filled < wanted or sequence.queries < queries:
-            rows = [Row(sequence.sequence_id, max(sequence.tokens, sequence.stepped))]
-            self._warm_up_step(rows, refused=())
-        if config.verified_tokens:
-            self._warm_up_attending(config.max_rows if on_gpu else 1)
-        if on_gpu:  # forecasts of many rows have a kernel of their own
-            rows = [Row(NO_SEQUENCE, 0)] * config.max_rows
-            self._warm_up_step(rows, refused=range(config.max_rows))
-        selector.end(NO_SEQUENCE)
-        if on_gpu:
-            torch.cuda.synchronize(self._device)
-
-    def _warm_up_attending(self, most: int) -> None:
-        """Attend for one row, two, four and so on: kernels depend on how many there are."""
-        model, rows = self.config.model, 1
-        with self._link.in_background():
-            if self._device.type == "cuda":
-                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-            while rows <= most:
-                attended = self.selector.attended([Row(NO_SEQUENCE, 0)] * rows)
-                for width in (1, self.config.verified_tokens):
-                    shape = (rows, width, model.query_heads, model.head_dim)
-                    queries = torch.zeros(shape, dtype=model.torch_dtype, device=self._device)
-                    self.selector.attend(attended, 0, queries)
-                rows *= 2
-
-    def _warm_up_step(self, rows: Sequence[Row], refused: Collection[int]) -> None:
-        selector, messages = self.selector, self._messages.of(len(rows))
-        step = selector.begin_step(0, rows, refused)
-        for layer_message, up in zip(self._layer_messages, messages.up, strict=True):
-            selector.serve(step, layer_message, up, messages.answer_of(layer_message))
+        warm_up(self.selector, self._messages, link, device)
 
     def handle(self, message: ToCacheRank) -> None:
         """Do what a message asks for that comes after Open."""
@@ -193,17 +137,26 @@ class CacheRank:
         config, selector = self.config, self.selector
         count, fit = message.count, selector.capacity_tokens
         _require(0 < count <= fit, f"Load of {count} tokens, {fit} fit")
-        shape = bulk_shape(config, message.count)
-        with self._receive_bulk(shape, config.model.torch_dtype) as shipment:
+        shape: tuple[int, ...] = bulk_shape(config, count)
+        dtype = config.model.torch_dtype
+        if message.as_codes:
+            may_be = residency.takes_codes(config) and count % PAGE_TOKENS == 0
+            _require(may_be, f"Load of {count} tokens as codes")
+            shape, dtype = (shipment_bytes(config, count),), torch.uint8
+        with self._receive_bulk(shape, dtype) as shipment:
             sequence_id, start = message.sequence_id, message.start
             sequence = self._live(sequence_id, "Load", begins=start == 0)
             why = (
                 f"Load at {start} for sequence {sequence_id}, which holds {sequence.tokens} tokens"
             )
-            _require(sequence.tokens == start, why)
-            selector.load(sequence, shipment)
+            if message.as_codes:
+                _require(selector.may_load_pages(sequence, start), f"{why}, as codes")
+                selector.load_pages(sequence, count, shipment)
+            else:
+                _require(sequence.tokens == start, why)
+                selector.load(sequence, shipment)
+                self._recorder.write("load", sequence_id=sequence_id, shipment=shipment)
             self._loaded[sequence_id] = self._mark()
-            self._recorder.write("load", sequence_id=sequence_id, shipment=shipment)
 
     def _live(self, sequence_id: int, wanted_for: str, begins: bool) -> ResidentSequence:
         """A live sequence, which begins now if it is new and may."""

@@ -18,7 +18,8 @@ class ResidentSequence:
         tokens: how many of its tokens are resident.
         stepped: where its last step ended: the position behind it.
         shared: how many of its pages have a name, by which other sequences may hold them, too.
-        adopted: how many of its first tokens were in pages of others when it began.
+        copied: whether the page behind these, 1 or 0, is a copy of one that has a name.
+        complete: how many of its first tokens came in complete pages, of others or as codes.
         queries: how many of the tokens before `stepped` have their query in the query ring, at most
             W + 1.
         filled: how many slots are in use once the answer to its last step is applied.
@@ -31,7 +32,8 @@ class ResidentSequence:
     tokens: int = 0
     stepped: int = 0
     shared: int = 0
-    adopted: int = 0
+    copied: int = 0
+    complete: int = 0
     queries: int = 0
     filled: int = 0
     fresh_filled: int = 0

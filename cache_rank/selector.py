@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +35,7 @@ from cache_rank.protocol import NO_SEQUENCE, AnswerHeader, DownMessage, Row, UpM
 from cache_rank.query_ring import QueryRing
 from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import LayerMessage
+from cache_rank.selector_step import REFUSED_ROW, RowNumbers, SelectorStep
 from cache_rank.slot_map import SlotMap
 
 _CHECKSUM = AnswerHeader._fields.index("checksum")
@@ -46,57 +46,6 @@ _PAGES_ROUNDING = 16
 
 _STEP_BYTES = 1024
 """A row of a step uploads fewer bytes than this beside its pages."""
-
-
-class RowNumbers(NamedTuple):
-    """What is uploaded of each row of a step: its numbers, or a column of each.
-
-    Attributes:
-        slot: of the sequence; -1 in a refused row.
-        queries: in the ring, the current one included.
-        position: of the step.
-        newest, newest_before: positions of the newest tokens held after the step, and before.
-        budget, budget_before: how many slots it may fill then.
-    """
-
-    slot: Any
-    queries: Any
-    position: Any
-    newest: Any
-    newest_before: Any
-    budget: Any
-    budget_before: Any
-
-
-REFUSED_ROW = RowNumbers(-1, 0, 0, 0, 0, 1, 1)
-
-
-class SelectorStep(NamedTuple):
-    """One step under way.
-
-    Attributes:
-        number: the step's number.
-        rows: the rows on the device, at the positions of the step.
-        after: the rows at the newest token that is held after a group's append, for answers for
-            the next step. Drafts are not held: there it is the same as before.
-        earlier: the rows at the newest token that is held before it, for answers for the step
-            itself.
-        key: two steps of the same key differ only in what their rows hold.
-        live: index, row and sequence of each row that is exchanged.
-        changed: (groups, R, 2) int32: tokens that entered, and that must wait for a later step.
-    """
-
-    number: int
-    rows: BatchMetadata
-    after: BatchMetadata
-    earlier: BatchMetadata
-    key: tuple[int, ...]
-    live: Sequence[tuple[int, Row, ResidentSequence]]
-    changed: Tensor
-
-    def rows_of(self, layer_message: LayerMessage) -> BatchMetadata:
-        """The rows by which the answer to a message is selected."""
-        return self.earlier if layer_message.same_step else self.after
 
 
 class Selector:
@@ -205,7 +154,7 @@ class Selector:
         """Add tokens of a prompt, (2, layers, n, Hkv, D)."""
         start = sequence.tokens
         sequence.tokens = start + shipment.shape[2]
-        if tail := min(max(0, sequence.adopted - start), shipment.shape[2]):
+        if tail := min(max(0, sequence.complete - start), shipment.shape[2]):
             self._residency.load_tail(sequence.slot, start, shipment[:, :, :tail].contiguous())
             if tail == shipment.shape[2]:
                 return
@@ -214,15 +163,33 @@ class Selector:
         (pages,) = upload((self._pages_on_host(sequence),), self._device)
         self._residency.load(pages, sequence.slot, start, shipment)
 
+    def may_load_pages(self, sequence: ResidentSequence, start: int) -> bool:
+        """Whether a sequence may go on with complete pages, which begin at `start`."""
+        tokens = max(0, sequence.complete - self._tail_tokens)
+        return sequence.complete == start and sequence.tokens == tokens
+
+    def load_pages(self, sequence: ResidentSequence, count: int, packed: Tensor) -> None:
+        """Add complete pages of a prompt, of `count` tokens, as a `PageEncoder` has packed them.
+
+        What comes next are pages again, or tokens from `residency.shared_tail` before their end.
+        """
+        first = sequence.complete // PAGE_TOKENS
+        sequence.complete += count
+        sequence.tokens = sequence.complete - self._tail_tokens
+        self._extend(sequence, sequence.complete)
+        (pages,) = upload((self._pages_on_host(sequence)[first:].long(),), self._device)
+        self._residency.load_pages(pages, packed)
+
     def adopt(self, sequence: ResidentSequence, names: Sequence[int]) -> None:
         """Let a sequence that holds nothing begin with pages of these names."""
         pages = self.named.use(names)
-        sequence.adopted = PAGE_TOKENS * len(pages)
+        sequence.complete = PAGE_TOKENS * len(pages)
         sequence.shared = len(pages)
         tail = self._tail_tokens if pages else 0
-        sequence.tokens = sequence.adopted - tail
+        sequence.tokens = sequence.complete - tail
         if tail:  # the last page is written again, from tokens that are newest until then
             sequence.shared -= 1
+            sequence.copied = 1
             (own,) = self.named.take(1)
             self._residency.copy_page(pages[-1], own)
             self.pages.give_back([pages.pop()])
@@ -242,8 +209,7 @@ class Selector:
 
     def _first_to_share(self, sequence: ResidentSequence) -> int:
         """The first page that has no name, nor is the copy of one that has."""
-        copied = bool(self._tail_tokens and sequence.adopted)
-        return sequence.shared + copied
+        return sequence.shared + sequence.copied
 
     def pack_named(self, name: int) -> Tensor:
         """Copy the page of a name, see `Residency.pack_page`."""

@@ -231,7 +231,11 @@ class CacheRankFlags(ServerArgs):
         Arg(help='K and V of answers: "bf16" is the KV pool\'s dtype, "int8" half'),
     ] = _DEFAULTS.wire_dtype
     bulk_chunk_tokens: A[
-        int, Arg(help="prompt tokens that are shipped to the cache rank in a decode step")
+        int,
+        Arg(
+            help="prompt tokens that are shipped to the cache rank in a decode step; as codes as "
+            "many bytes"
+        ),
     ] = 512
     cache_rank_transfer_backend: A[
         Literal["auto", "peer", "nccl"],

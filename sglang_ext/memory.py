@@ -9,8 +9,12 @@ Beyond the rows that SGLang's allocator hands out, K and V buffers have rows of 
 
 from __future__ import annotations
 
-from cache_rank.config import ModelShape
+import os
+
+from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.measure.recording import RECORD_VARIABLE
 from cache_rank.protocol import down_sizes, up_sizes
+from cache_rank.residency.encoding import tokens_as_codes
 from sglang_ext.compat import model_config
 from sglang_ext.flags import CacheRankFlags
 
@@ -40,7 +44,18 @@ def bytes_beyond_allocator(args: CacheRankFlags, layers: int, token_bytes: int) 
     return token_bytes * (layers * reserve_rows(args) + args.dense_layers * dense_store_rows(args))
 
 
+def coded_tokens(args: CacheRankFlags, config: CacheRankConfig) -> int:
+    """Return how many tokens of a prompt are shipped as codes at once; 0 if none are.
+
+    A recording holds what each request has shipped, as it is.
+    """
+    if os.environ.get(RECORD_VARIABLE):
+        return 0
+    return tokens_as_codes(config, args.bulk_chunk_tokens)
+
+
 def message_bytes(args: CacheRankFlags, shape: ModelShape) -> int:
-    """Return the bytes of the buffers that messages are staged and received in."""
+    """Return the bytes of the buffers that messages are staged, encoded and received in."""
     config = args.cache_rank_config(shape, args.max_sparse_requests)
-    return sum(up_sizes(config, config.max_rows)) + sum(down_sizes(config, config.max_rows))
+    steps = sum(up_sizes(config, config.max_rows)) + sum(down_sizes(config, config.max_rows))
+    return steps + coded_tokens(args, config) * shape.bytes_per_token

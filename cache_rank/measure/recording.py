@@ -17,7 +17,8 @@ from torch import Tensor
 from cache_rank.config import CacheRankConfig
 from cache_rank.protocol import UpMessage
 from cache_rank.schedule import LayerMessage
-from cache_rank.selector import Selector, SelectorStep
+from cache_rank.selector import Selector
+from cache_rank.selector_step import SelectorStep
 
 RECORD_VARIABLE = "CACHE_RANK_RECORD"
 

@@ -12,6 +12,7 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
 from cache_rank.residency.bf16 import Bf16Residency
+from cache_rank.residency.coded import CodedResidency
 from cache_rank.residency.hack import HackResidency
 from cache_rank.residency.lynx import LynxResidency
 from cache_rank.residency.mosaickv import MosaicKVResidency
@@ -86,6 +87,12 @@ def shared_tail(config: CacheRankConfig) -> int | None:
     None where they may not.
     """
     return FORMATS[config.kv_residency].tail_tokens()
+
+
+def takes_codes(config: CacheRankConfig) -> bool:
+    """Whether complete pages may come as codes; sketches are made of exact keys."""
+    holds_codes = issubclass(FORMATS[config.kv_residency], CodedResidency)
+    return holds_codes and config.score_keys == "resident"
 
 
 def bytes_per_token(config: CacheRankConfig) -> int:

@@ -176,11 +176,19 @@ class Residency(ABC):
         raise NotImplementedError(f"{self.name} does not attend")
 
     def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:
-        """Take over tokens whose page the sequence has from another, so that they can be newest.
+        """Take over tokens whose page came complete before them, so that they can be newest.
 
         The first one is at `start`, `tail_tokens` before the end of its page or later.
         """
         return
+
+    def load_pages(self, pages: Tensor, packed: Tensor) -> None:
+        """Take over complete pages, (n,) int64, as a `PageEncoder` of this format has packed them.
+
+        Raises:
+            NotImplementedError: the format does not take them, see `residency.takes_codes`.
+        """
+        raise NotImplementedError(f"{self.name} takes no codes")
 
     def page_planes(self) -> tuple[Tensor, ...]:
         """What the tokens of a page are read from, by page, (pages, ...) each.

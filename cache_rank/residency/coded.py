@@ -20,8 +20,11 @@ from cache_rank.kernels.coded import attend_codes, encode_groups, gather_codes, 
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
+from cache_rank.protocol import Part, bytes_of, lay_out
 from cache_rank.residency.base import Residency
 from cache_rank.residency.not_finite import NotFinite
+
+_NOT_FINITE = Part(torch.int32, (1,))
 
 
 class CodedResidency(Residency):
@@ -64,31 +67,39 @@ class CodedResidency(Residency):
     def __init__(self, config: CacheRankConfig, pages: int, device: torch.device) -> None:
         super().__init__(config, pages, device)
         model = config.model
-        self._not_finite = NotFinite(model, device)
-        codecs = self.codecs(config)
+        # Of what is encoded here, and of pages that come beside steps, from another's encoder.
+        self._not_finite = NotFinite(model, device, flags=2)
+        self._config = config
+        planes = [
+            tuple(torch.empty(part.shape, dtype=part.dtype, device=device) for part in parts)
+            for parts in self.plane_parts(config, pages)
+        ]
         ring = (config.max_rows, model.layers, model.kv_heads, self.ring_tokens(), model.head_dim)
         self._tokens = CodedTokens(
-            codecs=codecs,
-            planes=(self._planes(codecs[0], pages), self._planes(codecs[1], pages)),
+            codecs=self.codecs(config),
+            planes=(planes[0], planes[1]),
             rings=(
                 torch.empty(ring, dtype=model.torch_dtype, device=device),
                 torch.empty(ring, dtype=model.torch_dtype, device=device),
             ),
-            not_finite=self._not_finite.flags,
+            not_finite=self._not_finite.flags[:1],
             group_tokens=self.group_tokens,
             page_tokens=PAGE_TOKENS,
         )
 
-    def _planes(self, codec: Codec, pages: int) -> tuple[Tensor, ...]:
-        model, groups = self._model, PAGE_TOKENS // self.group_tokens
-        return tuple(
-            torch.empty(
-                (pages, model.layers, model.kv_heads, groups * plane.entries, plane.width),
-                dtype=plane.dtype,
-                device=self._device,
-            )
-            for plane in codec.planes(model.head_dim)
+    @classmethod
+    def plane_parts(cls, config: CacheRankConfig, pages: int) -> tuple[list[Part], list[Part]]:
+        """The planes of keys and of values: (pages, layers, Hkv, entries of a page, width) each."""
+        model, groups = config.model, PAGE_TOKENS // cls.group_tokens
+        unit = (pages, model.layers, model.kv_heads)
+        keys, values = (
+            [
+                Part(plane.dtype, (*unit, groups * plane.entries, plane.width))
+                for plane in codec.planes(model.head_dim)
+            ]
+            for codec in cls.codecs(config)
         )
+        return keys, values
 
     def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
         place = (torch.tensor([slot], dtype=torch.int32), torch.tensor([start], dtype=torch.int32))
@@ -108,6 +119,15 @@ class CodedResidency(Residency):
     def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:
         (slots,) = upload((torch.tensor([slot], dtype=torch.int32),), self._device)
         load_tokens(shipment, *self._tokens.rings, slots, start)
+
+    def load_pages(self, pages: Tensor, packed: Tensor) -> None:
+        message = CodedPages(type(self), self._config, len(pages), packed)
+        noted = self._not_finite.flags[1:]
+        torch.maximum(noted, message.not_finite, out=noted)
+        for planes, came in zip(self._tokens.planes, message.planes, strict=True):
+            for plane, pages_of_plane in zip(planes, came, strict=True):
+                _in_words(plane).index_copy_(0, pages, _in_words(pages_of_plane))
+        self.check()
 
     def page_planes(self) -> tuple[Tensor, ...]:
         keys, values = self._tokens.planes
@@ -169,3 +189,31 @@ class CodedResidency(Residency):
 
     def check(self) -> None:
         self._not_finite.check()
+
+
+def _in_words(plane: Tensor) -> Tensor:
+    """A plane by pages, (pages, words) int64."""
+    return plane.view(len(plane), -1).view(torch.int64)
+
+
+class CodedPages:
+    """Views into one message: complete pages of one sequence, as codes.
+
+    Attributes:
+        not_finite: (1,) int32, see `CodedTokens`.
+        planes: those of keys and of values, as those of a residency of so many pages.
+    """
+
+    def __init__(
+        self, held: type[CodedResidency], config: CacheRankConfig, pages: int, memory: Tensor
+    ) -> None:
+        """Lay the message out over memory of its size, uint8."""
+        keys, values = held.plane_parts(config, pages)
+        self.not_finite, *planes = lay_out([_NOT_FINITE, *keys, *values], memory)
+        self.planes = tuple(planes[: len(keys)]), tuple(planes[len(keys) :])
+
+    @classmethod
+    def size(cls, held: type[CodedResidency], config: CacheRankConfig, pages: int) -> int:
+        """Bytes of the message."""
+        keys, values = held.plane_parts(config, pages)
+        return bytes_of([_NOT_FINITE, *keys, *values])

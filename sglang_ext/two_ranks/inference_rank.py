@@ -18,6 +18,7 @@ from cache_rank.residency import FORMATS, shared_tail
 from sglang_ext import compat, reuse
 from sglang_ext.drafts.number import DraftNumber
 from sglang_ext.ineffective_flags import warn_small_capacity
+from sglang_ext.memory import coded_tokens
 from sglang_ext.metrics import CacheRankMetrics
 from sglang_ext.pools import Pools, model_shape, pools_of
 from sglang_ext.projections import watch_inputs
@@ -72,6 +73,7 @@ class InferenceRank:
         self.args = args
         self.config = args.cache_rank_config(model, args.max_sparse_requests)
         self.device = pools.req_to_token.device
+        self._coded_tokens = coded_tokens(args, self.config)
         self.metrics = CacheRankMetrics(args, tp_rank)
         self._selection_weights = selection_weights
         self._weights_have_changed = False
@@ -112,6 +114,7 @@ class InferenceRank:
             self.lifecycle,
             pools.req_to_token,
             args.bulk_chunk_tokens,
+            self._coded_tokens,
             shared_tail(self.config),
         )
         self.decode_step = DecodeStep(
@@ -155,7 +158,9 @@ class InferenceRank:
 
     def _begin_exchange(self, connection: Connection) -> Exchange:
         slots, counters = self.planner.slots, self.metrics.counters
-        exchange = make_exchange(connection, self.config, slots, counters, self.gate)
+        exchange = make_exchange(
+            connection, self.config, slots, counters, self.gate, self._coded_tokens
+        )
         if self._selection_weights is not None and self._selection_weights.sketches:
             for layer in range(self.config.model.layers):
                 basis = self._selection_weights.basis(layer, self.device)

@@ -47,7 +47,8 @@ class SparseSequence:
         sequence_id: its number; only grows.
         block: first pool row of its reserve block.
         reserved_tokens: cache-rank capacity set aside for what it holds alone.
-        shipped: tokens sent in bulk so far.
+        shipped: tokens sent in bulk so far; what is sent next as it is begins behind them.
+        complete: those of complete pages that it has of others or were sent as codes.
         exchanged: steps exchanged so far.
         filled: slots in use in the step being computed.
         fresh_filled: slots that were in use in the last step, of groups that are answered for the
@@ -65,6 +66,7 @@ class SparseSequence:
     statistics: RequestStatistics
     phase: Phase = Phase.SHIPPING
     shipped: int = 0
+    complete: int = 0
     exchanged: int = 0
     filled: int = 0
     fresh_filled: int = 0

@@ -1,4 +1,9 @@
-"""Prompts go to the cache rank, a chunk of each a step, from where what it has of them ends."""
+"""Prompts go to the cache rank, a chunk of each a step, from where what it has of them ends.
+
+Complete pages go as codes, if the format takes them, while more is missing than a chunk of tokens
+as they are. The rest goes as it is, and with it what the format may read as it came: the last
+tokens of these pages.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +23,20 @@ class Shipping:
         lifecycle: Lifecycle,
         req_to_token: Tensor,
         chunk_tokens: int,
+        coded_tokens: int,
         tail_tokens: int | None,
     ) -> None:
-        """Ship from SGLang's table; for `tail_tokens` see `residency.shared_tail`."""
+        """Ship from SGLang's table.
+
+        Args:
+            chunk_tokens, coded_tokens: tokens of a chunk as they are, and as codes; 0 if none are.
+            tail_tokens: see `residency.shared_tail`.
+        """
         self._cache_rank = cache_rank
         self._lifecycle = lifecycle
         self._req_to_token = req_to_token
         self._chunk_tokens = chunk_tokens
+        self._coded_tokens = coded_tokens
         self._tail_tokens = tail_tokens or 0
 
     def advance(self, sequence: SparseSequence, length: int) -> None:
@@ -32,12 +44,25 @@ class Shipping:
         shares = self._lifecycle.prompts is not None
         if sequence.ended or (shares and not sequence.prefix.began and not self._take(sequence)):
             return
-        stop = min(length, sequence.shipped + self._chunk_tokens)
-        if stop > sequence.shipped:
-            pool_rows = self._req_to_token[sequence.row, sequence.shipped : stop].to(torch.int64)
+        if coded := self._pages_to_ship(sequence, length):
+            pool_rows = self._pool_rows(sequence, sequence.complete, coded)
+            self._cache_rank.call(lambda exchange: exchange.ship_pages(sequence, pool_rows))
+        elif (count := min(length - sequence.shipped, self._chunk_tokens)) > 0:
+            pool_rows = self._pool_rows(sequence, sequence.shipped, count)
             self._cache_rank.call(lambda exchange: exchange.ship(sequence, pool_rows))
         if shares and not sequence.ended and (names := self._lifecycle.name_shipped(sequence)):
             self._cache_rank.tell(Share(sequence.sequence_id, names))
+
+    def _pool_rows(self, sequence: SparseSequence, start: int, count: int) -> Tensor:
+        return self._req_to_token[sequence.row, start : start + count].to(torch.int64)
+
+    def _pages_to_ship(self, sequence: SparseSequence, length: int) -> int:
+        """How many tokens of complete pages go as codes next."""
+        begun = sequence.shipped > max(0, sequence.complete - self._tail_tokens)
+        if begun or length - sequence.shipped <= self._chunk_tokens:
+            return 0
+        left = (length - sequence.complete) // PAGE_TOKENS * PAGE_TOKENS
+        return min(left, self._coded_tokens)
 
     def drop_unused(self, everything: bool = False) -> None:
         """Tell the cache rank which pages are to go: those whose room is needed, or all."""
@@ -72,6 +97,7 @@ class Shipping:
             return False
         self.drop_unused()
         if names:
-            sequence.shipped = PAGE_TOKENS * len(names) - self._tail_tokens
+            sequence.complete = PAGE_TOKENS * len(names)
+            sequence.shipped = sequence.complete - self._tail_tokens
             self._cache_rank.call(lambda exchange: exchange.adopt(sequence, names))
         return True

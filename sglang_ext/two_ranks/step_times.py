@@ -84,7 +84,8 @@ def measure(runner: Any, rank: InferenceRank) -> Payoff | None:
 def _steps_until_sparse(rank: InferenceRank) -> int:
     """At most so many steps ship a short request, fill its slots, and make it sparse."""
     args, config = rank.args, rank.config
-    shipping = -(-args.sparse_from // args.bulk_chunk_tokens)
+    # What pages hold that went as codes may go once more.
+    shipping = 1 + -(-args.sparse_from // args.bulk_chunk_tokens)
     filling = -(-config.sparse_budget // config.max_swap_tokens)
     return shipping + config.query_window + filling + 4
 

@@ -34,6 +34,7 @@ from cache_rank.protocol import (
     Share,
     Step,
 )
+from cache_rank.residency.encoding import PageEncoder
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError, Connection, ProcessSettings
 
 
@@ -154,11 +155,51 @@ def test_loads_and_ends_of_what_is_not_live_are_refused(rank: InferenceRank) -> 
         rank.send_load(bad, unshipped.prompt)
     for count in (0, -1, rank.connection.capacity_tokens * 1000):
         rank.connection.control.send(Load(unshipped.sequence_id, 0, count))
+    rank.connection.control.send(Load(unshipped.sequence_id, 0, PAGE_TOKENS, as_codes=True))
     rank.end(ended)
     rank.connection.control.send(End([unshipped.sequence_id, 2**40]))
-    rank.expect_refused(len(bad_loads) + 5)
+    rank.expect_refused(len(bad_loads) + 6)
     rank.decode([request])
     rank.end(request)
+
+
+def test_pages_come_as_codes_where_pages_end() -> None:
+    config = small_config(GQA, kv_residency="quantspec")
+    encoder = PageEncoder(config, PAGE_TOKENS, torch.device("cpu"))
+
+    def encoded(request: Request, first: int) -> Tensor:
+        room = encoder.room(PAGE_TOKENS)
+        room.copy_(request.prompt[:, :, first : first + PAGE_TOKENS])
+        return encoder.encode(room)
+
+    with closing(InferenceRank(config)) as rank:
+        request, other = rank.new_request(3 * PAGE_TOKENS), rank.new_request(PAGE_TOKENS)
+        page = encoded(request, 0)
+        for first in (0, PAGE_TOKENS):
+            load = Load(request.sequence_id, first, PAGE_TOKENS, as_codes=True)
+            rank.send_load(load, encoded(request, first))
+        rest = request.prompt[:, :, 2 * PAGE_TOKENS - 128 :].contiguous()
+        rank.load(other, 128)
+        bad = [
+            Load(request.sequence_id, 0, PAGE_TOKENS, as_codes=True),  # is there already
+            Load(request.sequence_id, 3 * PAGE_TOKENS, PAGE_TOKENS, as_codes=True),
+            Load(other.sequence_id, PAGE_TOKENS, PAGE_TOKENS, as_codes=True),  # behind tokens
+            Load(other.sequence_id, 0, PAGE_TOKENS, as_codes=True),
+        ]
+        for load in bad:
+            rank.send_load(load, page)
+        rank.send_load(Load(request.sequence_id, 2 * PAGE_TOKENS, rest.shape[2]), rest)
+        rank.send_load(Load(request.sequence_id, 2 * PAGE_TOKENS - 128, rest.shape[2]), rest)
+        for count in (100, PAGE_TOKENS + 1):
+            load = Load(other.sequence_id, PAGE_TOKENS, count, as_codes=True)
+            rank.connection.control.send(load)
+        rank.expect_refused(len(bad) + 3)
+        tokens = request.prompt.shape[2] + other.prompt.shape[2]
+        rank.reports.wait_for(lambda report: report.tokens_held == tokens)
+        rows, tensors = [Row(request.sequence_id, 3 * PAGE_TOKENS)], [request.compute()]
+        assert all(
+            down.header[0, 1] == request.sequence_id for down in rank.exchange(rows, tensors)
+        )
 
 
 def test_pages_that_there_are_not_are_refused(rank: InferenceRank) -> None:

@@ -10,8 +10,9 @@ import triton
 from lone_link import LoneLink
 from small_models import small_config
 
-from cache_rank import rank
+from cache_rank import rank, residency
 from cache_rank.config import ModelShape
+from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import Load, Open, Row, Step
 
 MODEL = ModelShape(
@@ -49,8 +50,13 @@ def test_no_step_compiles_a_kernel(policy: dict[str, Any], monkeypatch: pytest.M
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
     positions: dict[int, int] = {}
     number = 0
+    as_codes = residency.takes_codes(config)
     for sequence_id, tokens in enumerate(LENGTHS, start=1):
-        assert opened.load(Load(sequence_id, 0, tokens)) is None
+        first, pages = 0, tokens // PAGE_TOKENS * PAGE_TOKENS
+        if as_codes and sequence_id % 2 and pages:
+            assert opened.load(Load(sequence_id, 0, pages, as_codes=True)) is None
+            first = pages - (residency.shared_tail(config) or 0)
+        assert opened.load(Load(sequence_id, first, tokens - first)) is None
         positions[sequence_id] = tokens
         for _ in range(24):
             number += 1

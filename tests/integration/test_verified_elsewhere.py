@@ -172,8 +172,9 @@ def coded_server(
     request: pytest.FixtureRequest, random_model: Callable[..., Path]
 ) -> Iterator[Server]:
     """Tokens are held as codes of 8 bits; of quantspec drafts are selected by the upper 4."""
-    flags = [*FLAGS, "--kv-residency", request.param, "--model-path", str(random_model())]
-    with serve(flags, STRICT_POOL) as running:
+    chunks = '{"layers_per_group":2,"query_window":4,"bulk_chunk_tokens":256}'
+    flags = [*FLAGS, "--kv-residency", request.param, "--cache-rank-config", chunks]
+    with serve([*flags, "--model-path", str(random_model())], STRICT_POOL) as running:
         yield running
 
 
@@ -192,4 +193,16 @@ def test_codes_of_8_bits_verify_almost_as_plain_sglang(
         differences.append(difference(ours, theirs))
     assert compared > 100
     assert 1e-5 < max(differences) < 0.1
+    wait_until(lambda: all_is_free(coded_server))
+
+
+def test_pages_of_prompts_travel_as_codes(coded_server: Server) -> None:
+    """A prompt that is shorter than a chunk travels as it is."""
+    bytes_of_token = []
+    for prompt in random_prompts([200, 1000], seed=22):
+        before = coded_server.cache_rank()["bulk_bytes"]
+        coded_server.generate(prompt, NEW_TOKENS)
+        tokens = len(prompt) + NEW_TOKENS
+        bytes_of_token.append((coded_server.cache_rank()["bulk_bytes"] - before) / tokens)
+    assert 0.4 < bytes_of_token[1] / bytes_of_token[0] < 0.75
     wait_until(lambda: all_is_free(coded_server))

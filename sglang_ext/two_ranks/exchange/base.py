@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -33,6 +35,7 @@ from cache_rank.protocol import (
     bulk_shape,
 )
 from cache_rank.residency.base import Residency
+from cache_rank.residency.encoding import PageEncoder
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.two_ranks.exchange.slots import ExchangedRow, SlotBuffers
 from sglang_ext.two_ranks.lifecycle import SparseSequence
@@ -119,7 +122,10 @@ class Exchange(ABC):
     Attributes:
         waited: seconds that a step waited for answers: the current step, or on a GPU the last one
             whose times are known.
+        most_shipments: at most so many, which each hold a copy of their tokens, are under way.
     """
+
+    most_shipments: ClassVar[int]
 
     def __init__(
         self,
@@ -127,8 +133,13 @@ class Exchange(ABC):
         config: CacheRankConfig,
         slots: SlotBuffers,
         counters: ExchangeCounters,
+        coded_tokens: int = 0,
     ) -> None:
-        """Begin; what is exchanged is added to `counters`."""
+        """Begin; what is exchanged is added to `counters`.
+
+        Args:
+            coded_tokens: at most so many tokens are shipped as codes at once; 0 if none are.
+        """
         self.connection = connection
         self.counters = counters
         self.waited = 0.0
@@ -136,6 +147,10 @@ class Exchange(ABC):
         self._slots = slots
         self._shipments: deque[Pending] = deque()
         self._asking: Pending | None = None
+        self._tail_tokens = residency.shared_tail(config) or 0
+        self._encoder: PageEncoder | None = None
+        if coded_tokens:
+            self._encoder = PageEncoder(config, coded_tokens, slots.device)
 
     @property
     def was_late(self) -> bool:
@@ -182,9 +197,49 @@ class Exchange(ABC):
         self.connection.link.bulk.send(tensor).wait(self.connection.timeout)
         self.counters.bulk_bytes += tensor.nbytes
 
-    @abstractmethod
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
         """Send the next tokens of a prompt, whose pool rows are given, in the background."""
+        self._let_go()
+        count = len(pool_rows)
+        shipment = torch.empty(
+            bulk_shape(self._config, count),
+            dtype=self._config.model.torch_dtype,
+            device=self._slots.device,
+        )
+        collect_tokens(self._slots.keys, self._slots.values, pool_rows, shipment)
+        self._send_shipment(Load(sequence.sequence_id, sequence.shipped, count), shipment)
+        sequence.shipped += count
+
+    def ship_pages(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
+        """Send the next complete pages of a prompt, as codes, in the background.
+
+        The tokens that are sent next as they are begin `residency.shared_tail` before their end.
+        """
+        assert self._encoder is not None
+        self._let_go()
+        count = len(pool_rows)
+        tokens = self._encoder.room(count)
+        collect_tokens(self._slots.keys, self._slots.values, pool_rows, tokens)
+        with self._encoding():
+            load = Load(sequence.sequence_id, sequence.complete, count, as_codes=True)
+            self._send_shipment(load, self._encoder.encode(tokens))
+        sequence.complete += count
+        sequence.shipped = sequence.complete - self._tail_tokens
+
+    def _let_go(self) -> None:
+        """Let go of shipments that have arrived, and wait for the oldest if there are too many."""
+        shipments = self._shipments
+        while shipments and (shipments[0].is_done() or len(shipments) == self.most_shipments):
+            shipments.popleft().wait(self.connection.timeout)
+
+    def _send_shipment(self, load: Load, shipment: Tensor) -> None:
+        self.connection.control.send(load)
+        self.counters.bulk_bytes += shipment.nbytes
+        self._shipments.append(self.connection.link.bulk.send(shipment))
+
+    def _encoding(self) -> AbstractContextManager[Any]:
+        """Run what is queued inside behind what was gathered; on a GPU, beside the steps."""
+        return contextlib.nullcontext()
 
     def adopt(self, sequence: SparseSequence, names: list[int]) -> None:
         """Let a sequence, which may be new, begin with pages that the cache rank has."""
@@ -276,21 +331,3 @@ class Exchange(ABC):
     def _count_tokens(self, sequence: SparseSequence, tokens: int) -> None:
         sequence.statistics.tokens_shipped += tokens
         self.counters.tokens_shipped += tokens
-
-    def _send_prompt(self, sequence: SparseSequence, pool_rows: Tensor, most: int) -> Tensor:
-        """Send tokens of a prompt, behind the oldest of those under way when there are `most`."""
-        shipments = self._shipments
-        while shipments and (shipments[0].is_done() or len(shipments) == most):
-            shipments.popleft().wait(self.connection.timeout)
-        count = pool_rows.shape[0]
-        shipment = torch.empty(
-            bulk_shape(self._config, count),
-            dtype=self._config.model.torch_dtype,
-            device=self._slots.device,
-        )
-        collect_tokens(self._slots.keys, self._slots.values, pool_rows, shipment)
-        self.connection.control.send(Load(sequence.sequence_id, sequence.shipped, count))
-        sequence.shipped += count
-        self.counters.bulk_bytes += shipment.nbytes
-        shipments.append(self.connection.link.bulk.send(shipment))
-        return shipment

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,9 +26,6 @@ from sglang_ext.two_ranks.exchange.base import Exchange, ExchangeCounters, Gate
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.two_ranks.exchange.slots import ExchangedRow, SlotBuffers, by_batch_row
 from sglang_ext.two_ranks.lifecycle import SparseSequence
-
-MAX_SHIPMENTS_UNDER_WAY = 4
-"""At most so many shipments, which each hold a copy of their tokens, are under way."""
 
 
 class HostGate(Gate):
@@ -87,6 +85,8 @@ class HostExchange(Exchange):
         failure: what closed the gate in a forward pass, or None.
     """
 
+    most_shipments: ClassVar[int] = 4
+
     def __init__(
         self,
         connection: Connection,
@@ -94,8 +94,9 @@ class HostExchange(Exchange):
         slots: SlotBuffers,
         counters: ExchangeCounters,
         gate: HostGate,
+        coded_tokens: int = 0,
     ) -> None:
-        super().__init__(connection, config, slots, counters)
+        super().__init__(connection, config, slots, counters, coded_tokens)
         staging = [
             torch.empty(size, dtype=torch.uint8) for size in up_sizes(config, config.max_rows)
         ]
@@ -150,9 +151,6 @@ class HostExchange(Exchange):
     def spans(self) -> list[Span]:
         spans, self._spans = self._spans, []
         return spans
-
-    def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
-        self._send_prompt(sequence, pool_rows, MAX_SHIPMENTS_UNDER_WAY)
 
     def close(self) -> None:
         self._gate.exchange = None

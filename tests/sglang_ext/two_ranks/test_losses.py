@@ -17,6 +17,7 @@ from test_metrics import exported, own_series
 
 from cache_rank.budget import BudgetCurve
 from cache_rank.config import CacheRankConfig, ModelShape
+from cache_rank.pages import PAGE_TOKENS
 from sglang_ext.memory import reserve_rows
 from sglang_ext.pools import Pools
 from sglang_ext.request_state import prepare_requests
@@ -86,13 +87,13 @@ class Decoding:
         self.rank = InferenceRank(ARGS, MODEL, pools, 0, self.supervisor, None)
         self._generator = generator
 
-    def arrive(self, slot: int) -> Any:
-        params = SimpleNamespace(custom_params=None, max_new_tokens=CONTEXT - PROMPT)
+    def arrive(self, slot: int, prompt: int = PROMPT) -> Any:
+        params = SimpleNamespace(custom_params=None, max_new_tokens=CONTEXT - prompt)
         request = fake_request(
             req_pool_idx=slot,
-            origin_input_ids=[0] * PROMPT,
+            origin_input_ids=[0] * prompt,
             sampling_params=params,
-            length=PROMPT,
+            length=prompt,
         )
         prepare_requests([request])
         return request
@@ -215,9 +216,13 @@ def test_another_is_started_when_a_lost_connection_cannot_be_closed(
     decoding.wait_until(lambda: decoding.supervisor.connection not in (None, lost))
 
 
-def test_a_request_that_ends_cache_ranks_is_shipped_to_no_third(decoding: Decoding) -> None:
-    rank, request = decoding.rank, decoding.arrive(slot=2)
-    starts = decoding.supervisor.starts
+@pytest.mark.parametrize("prompt", [PROMPT, PAGE_TOKENS + 30], ids=["as it is", "as codes"])
+def test_a_request_that_ends_cache_ranks_is_shipped_to_no_third(
+    decoding: Decoding, monkeypatch: pytest.MonkeyPatch, prompt: int
+) -> None:
+    monkeypatch.setattr(decoding.rank._shipping, "_chunk_tokens", PROMPT + MOST_STEPS)
+    rank, request = decoding.rank, decoding.arrive(2, prompt)
+    before, starts = rank.metrics.counters.bulk_bytes, decoding.supervisor.starts
     decoding.keys[1][2 * CONTEXT + 5] = float("nan")
     decoding.step_until(request, lambda: request.cache_rank_losses == MOST_LOSSES)
     decoding.wait_until(lambda: decoding.supervisor.starts == starts + MOST_LOSSES)
@@ -226,6 +231,8 @@ def test_a_request_that_ends_cache_ranks_is_shipped_to_no_third(decoding: Decodi
         decoding.step(request)
         assert decoding.phase_of(request) is None
     assert request.cache_rank_statistics.dense_reason == "cache_rank_losses"
+    shipped = (rank.metrics.counters.bulk_bytes - before) / (MOST_LOSSES * prompt)
+    assert (shipped < 0.5 * MODEL.bytes_per_token) == (prompt > PROMPT)
 
     # Who comes next is served by the cache rank that is left.
     rank.on_request_freed(request)

@@ -8,12 +8,13 @@ of a step is seen some steps later.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.scatter import collect_tokens, copy_tokens
 from cache_rank.measure.timeline import Span, host_offset
-from cache_rank.protocol import AttendedMessage, Row, bulk_shape
+from cache_rank.protocol import AttendedMessage, Load, Row, bulk_shape
 from sglang_ext.two_ranks.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.two_ranks.exchange.device.gate import DeviceGate, StepTimes
@@ -142,13 +143,6 @@ class InflightSteps:
             raise CacheRankDownError(f"no answer to step {oldest.step} in {late:.1f} s")
 
 
-MAX_SHIPMENTS_UNDER_WAY = 64
-"""At most so many shipments, which each hold a copy of their tokens, are under way.
-
-When there are more, the forward pass waits for the oldest.
-"""
-
-
 @dataclasses.dataclass(slots=True)
 class _Attending:
     """A verification by the cache rank.
@@ -167,6 +161,9 @@ class _Attending:
 class DeviceExchange(Exchange):
     """The exchange between ranks that have a GPU each."""
 
+    most_shipments: ClassVar[int] = 64
+    """When there are more, the forward pass waits for the oldest."""
+
     def __init__(
         self,
         connection: Connection,
@@ -174,9 +171,11 @@ class DeviceExchange(Exchange):
         slots: SlotBuffers,
         counters: ExchangeCounters,
         gate: DeviceGate,
+        coded_tokens: int = 0,
     ) -> None:
-        super().__init__(connection, config, slots, counters)
+        super().__init__(connection, config, slots, counters, coded_tokens)
         self._gate = gate
+        self._encoding_stream = torch.cuda.Stream(slots.device)
         self._step = 0
         self._rows: list[ExchangedRow] = []
         self._inflight = InflightSteps(len(config.groups), connection.timeout)
@@ -202,6 +201,10 @@ class DeviceExchange(Exchange):
         )
         collect_tokens(slots.keys, slots.values, row, shipment)
         copy_tokens(slots.keys, slots.values, row, row)
+        if self._encoder is not None:
+            tokens = self._encoder.room(self._encoder.most).zero_()
+            with self._encoding():  # takes memory for a message, too
+                self._encoder.encode(tokens)
 
     def announce(self, step: int, rows: list[ExchangedRow], traced: bool = False) -> None:
         self._reap()
@@ -239,10 +242,21 @@ class DeviceExchange(Exchange):
         )
         return [sequence for sequence in sequences if sequence in stale]
 
-    def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
-        shipment = self._send_prompt(sequence, pool_rows, MAX_SHIPMENTS_UNDER_WAY)
+    def ship_pages(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
+        # What was gathered last has to be encoded before its memory takes these tokens.
+        torch.cuda.current_stream().wait_stream(self._encoding_stream)
+        super().ship_pages(sequence, pool_rows)
+
+    def _send_shipment(self, load: Load, shipment: Tensor) -> None:
+        super()._send_shipment(load, shipment)
         with self.connection.link.in_background():
             shipment.record_stream(torch.cuda.current_stream())
+
+    @contextlib.contextmanager
+    def _encoding(self) -> Iterator[None]:
+        self._encoding_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._encoding_stream):
+            yield
 
     def begin_attending(self, rows: list[Row], width: int) -> None:
         super().begin_attending(rows, width)
@@ -292,6 +306,7 @@ class DeviceExchange(Exchange):
         # What is still queued writes memory that is freed with this exchange. It comes to its end,
         # because `finish` ends every transfer that it waits for.
         self.connection.link.finish()
+        self._encoding_stream.synchronize()
         self._transfers.scatter_stream.synchronize()
         with self.connection.link.in_background():  # pages that came are being put into rows
             torch.cuda.current_stream().synchronize()

@@ -15,8 +15,19 @@ from torch import Tensor
 
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.kernels.wire.reference import from_wire, to_wire
-from cache_rank.protocol import DownMessage, Load, QueryProjection, Step, UpMessage, down_sizes
-from cache_rank.selector import Selector, SelectorStep
+from cache_rank.protocol import (
+    Adopt,
+    DownMessage,
+    Load,
+    QueryProjection,
+    Share,
+    Step,
+    UpMessage,
+    down_sizes,
+)
+from cache_rank.residency.encoding import shipment_bytes
+from cache_rank.selector import Selector
+from cache_rank.selector_step import SelectorStep
 from sglang_ext.request_state import RequestStatistics
 from sglang_ext.two_ranks.exchange.base import ExchangeCounters
 from sglang_ext.two_ranks.exchange.host import HostExchange, HostGate
@@ -91,9 +102,16 @@ class CacheRankInProcess:
         if isinstance(message, Step):
             self._step = self.selector.begin_step(message.step, message.rows)
         elif isinstance(message, Load):
-            if message.start == 0:
+            if message.sequence_id not in self.selector.sequences:
                 self.selector.begin(message.sequence_id)
             self._loads.append(message)
+        elif isinstance(message, Adopt):
+            adopting = self.selector.begin(message.sequence_id)
+            self.selector.adopt(adopting, message.names)
+        elif isinstance(message, Share):
+            sharing = self.selector.sequences[message.sequence_id]
+            assert self.selector.may_share(sharing, message.names)
+            self.selector.share(sharing, message.names)
         elif isinstance(message, QueryProjection):
             self._layers.append(message.layer)
 
@@ -102,8 +120,15 @@ class CacheRankInProcess:
             self.selector.load_projection(self._layers.popleft(), shipment)
             return Transfer(self.log, "bulk", lambda: None)
         load = self._loads.popleft()
-        assert shipment.shape[2] == load.count
-        self.selector.load(self.selector.sequences[load.sequence_id], shipment)
+        sequence = self.selector.sequences[load.sequence_id]
+        if load.as_codes:
+            assert shipment.nbytes == shipment_bytes(self.config, load.count)
+            assert self.selector.may_load_pages(sequence, load.start)
+            self.selector.load_pages(sequence, load.count, shipment)
+        else:
+            assert shipment.shape[2] == load.count
+            assert sequence.tokens == load.start
+            self.selector.load(sequence, shipment)
         return Transfer(self.log, "bulk", lambda: None)
 
     def _take_up(self, buffer: Tensor, buffer_index: int) -> Transfer:
@@ -169,17 +194,23 @@ def rows_of(batch: Sequence[Decoding | None]) -> list[ExchangedRow]:
 class InferenceSide:
     """A pool, and an exchange over it, one step at a time."""
 
-    def __init__(self, config: CacheRankConfig = CONFIG) -> None:
+    def __init__(
+        self,
+        config: CacheRankConfig = CONFIG,
+        pool_rows: int = POOL_ROWS,
+        coded_tokens: int = 0,
+    ) -> None:
         torch.manual_seed(0)
         self.config = config
         self.connection = CacheRankInProcess(config)
-        shape = (POOL_ROWS, MODEL.kv_heads, MODEL.head_dim)
+        shape = (pool_rows, MODEL.kv_heads, MODEL.head_dim)
         self.keys = [torch.randn(shape) for _ in range(MODEL.layers)]
         self.values = [torch.randn(shape) for _ in range(MODEL.layers)]
         connection: Any = self.connection
         self.gate = HostGate()
         slots = SlotBuffers(config, self.keys, self.values)
-        self.exchange = HostExchange(connection, config, slots, ExchangeCounters(), self.gate)
+        counters = ExchangeCounters()
+        self.exchange = HostExchange(connection, config, slots, counters, self.gate, coded_tokens)
         self.steps = 0
         self._sequence_ids = itertools.count(1)
 

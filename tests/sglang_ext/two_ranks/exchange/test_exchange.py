@@ -27,7 +27,7 @@ from cache_rank.protocol import (
 from sglang_ext.request_state import RequestStatistics
 from sglang_ext.two_ranks.exchange import base
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError
-from sglang_ext.two_ranks.exchange.host import MAX_SHIPMENTS_UNDER_WAY
+from sglang_ext.two_ranks.exchange.host import HostExchange
 from sglang_ext.two_ranks.lifecycle import SparseSequence
 
 FORECAST = msgspec.structs.replace(
@@ -183,11 +183,12 @@ def test_slots_that_differ_from_the_slot_map_are_an_error() -> None:
 def test_only_so_many_shipments_are_under_way() -> None:
     side = InferenceSide()
     sequence = SparseSequence(1, None, 1, 300, 100, RequestStatistics())
-    for shipment in range(MAX_SHIPMENTS_UNDER_WAY + 3):
+    most = HostExchange.most_shipments
+    for shipment in range(most + 3):
         side.exchange.ship(sequence, torch.arange(10 * shipment, 10 * shipment + 10))
         waits = side.connection.log.count("wait for bulk")
-        assert waits == max(0, shipment + 1 - MAX_SHIPMENTS_UNDER_WAY)
-    assert sequence.shipped == 10 * (MAX_SHIPMENTS_UNDER_WAY + 3)
+        assert waits == max(0, shipment + 1 - most)
+    assert sequence.shipped == 10 * (most + 3)
 
 
 def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:

@@ -1,0 +1,97 @@
+"""Pages of prompts are encoded where they are computed, and travel as codes.
+
+They are, bit for bit, what the cache rank would make of the tokens. The newest tokens of a sequence
+travel as they are: a format may hold them so, see kernels/coded/reference.py.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cache_rank import residency
+from cache_rank.config import CacheRankConfig
+from cache_rank.copies import upload
+from cache_rank.kernels.coded import encode_groups
+from cache_rank.kernels.coded.reference import CodedTokens
+from cache_rank.kernels.rows import PagedRows
+from cache_rank.pages import PAGE_TOKENS
+from cache_rank.protocol import bulk_shape
+from cache_rank.residency.coded import CodedPages, CodedResidency
+
+
+def coded_format(config: CacheRankConfig) -> type[CodedResidency]:
+    """The format of a config for which `residency.takes_codes`."""
+    held = residency.FORMATS[config.kv_residency]
+    assert issubclass(held, CodedResidency)
+    return held
+
+
+def shipment_bytes(config: CacheRankConfig, count: int) -> int:
+    """Bytes of complete pages, of `count` tokens, in a message."""
+    return CodedPages.size(coded_format(config), config, count // PAGE_TOKENS)
+
+
+def tokens_as_codes(config: CacheRankConfig, tokens: int) -> int:
+    """How many tokens are shipped as codes in no more bytes than so many as they are.
+
+    They fill pages. 0 where no codes are taken, or pages would hold fewer tokens.
+    """
+    if not residency.takes_codes(config):
+        return 0
+    page = shipment_bytes(config, PAGE_TOKENS)
+    coded = tokens * config.model.bytes_per_token // page * PAGE_TOKENS
+    return coded if coded >= tokens else 0
+
+
+class PageEncoder:
+    """Encodes pages of one sequence at a time.
+
+    Attributes:
+        most: at most so many tokens.
+    """
+
+    def __init__(self, config: CacheRankConfig, most: int, device: torch.device) -> None:
+        """Take memory for so many tokens, a page or more; see `residency.takes_codes`."""
+        self.most = most
+        self._config, self._held, self._device = config, coded_format(config), device
+        self._codecs = self._held.codecs(config)
+        model = config.model
+        size = math.prod(bulk_shape(config, most))
+        self._memory = torch.empty(size, dtype=model.torch_dtype, device=device)
+        # Its length says that no complete group stays in full precision; none is read from it.
+        ring = (1, model.layers, model.kv_heads, self._held.group_tokens, model.head_dim)
+        self._ring = self._memory[: math.prod(ring)].view(ring)
+        pages = torch.arange(most // PAGE_TOKENS, dtype=torch.int32).unsqueeze(0)
+        nothing = torch.zeros(1, dtype=torch.int32)
+        self._rows = PagedRows(*upload((pages, nothing, nothing), device))
+
+    def room(self, count: int) -> Tensor:
+        """Where the tokens of complete pages are put to be encoded, (2, layers, count, Hkv, D)."""
+        shape = bulk_shape(self._config, count)
+        return self._memory[: math.prod(shape)].view(shape)
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        """Encode what was put into `room`: (bytes,) uint8, see `CodedPages`."""
+        config, count = self._config, tokens.shape[2]
+        size = shipment_bytes(config, count)
+        packed = torch.empty(size, dtype=torch.uint8, device=self._device)
+        message = CodedPages(self._held, config, count // PAGE_TOKENS, packed)
+        message.not_finite.zero_()
+        encode_groups(
+            CodedTokens(
+                self._codecs,
+                message.planes,
+                (self._ring, self._ring),
+                message.not_finite,
+                self._held.group_tokens,
+                PAGE_TOKENS,
+            ),
+            self._rows,
+            count,
+            range(config.model.layers),
+            tokens,
+        )
+        return packed
