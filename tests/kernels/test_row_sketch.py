@@ -214,6 +214,17 @@ def test_keys_and_picks_are_those_of_the_reference(
         assert torch.equal(picked[request, :, :attended], rows)
 
 
+def test_logits_may_be_large(device: torch.device) -> None:
+    """Of several hundred nats: they are rounded to a sixteenth all the same."""
+    step, _ = decode_step(device, [300], head_dim=128)
+    step = step._replace(scale=100 * step.scale)
+    own, expected = (
+        keys[:, : 300 - RECENT] for keys in (scored(step, 300)[0], expected_keys(step, 0))
+    )
+    assert int((own - expected).abs().max()) <= rounding_of(step)
+    assert int((expected > 0).sum()) > 0
+
+
 def test_requests_are_sparse_by_the_length_of_their_slot(device: torch.device) -> None:
     step, _ = decode_step(device, [90, 90, 90])
     step.sparse_from[step.slots] = torch.tensor([90, 91, 5], dtype=torch.int32, device=device)

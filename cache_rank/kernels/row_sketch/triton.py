@@ -52,8 +52,8 @@ _MOST_QUERIES = 16
 _STEPS, _KEY_MOST = tl.constexpr(float(KEY_UNIT)), tl.constexpr(KEY_MOST)
 _LOG2_OF_STEP = tl.constexpr(1.4426950408889634 / KEY_UNIT)
 
-_MOST_SCALE = tl.constexpr(0.125)
-"""Of weights of larger units, which no model has, logits count as smaller: they fit 22 bits."""
+_MOST_SCALE = tl.constexpr(4.0)
+"""Of weights of larger units, 127 nats an element, logits count as smaller: they fit 22 bits."""
 
 _NO_LOGIT = tl.constexpr(-4.0e6)
 """Fewer steps than any logit has."""
