@@ -156,7 +156,9 @@ def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     left = pool_hooks.leave_room_beyond_allocator(10_000_000, CONFIGURATOR)
     staged = 3 * 2 * (4 + 2 * 2) * 8 * 4  # q, k and v of three requests in the two sparse layers
     entering = 3 * 2 * 2 * args.max_swap_tokens * (2 * 8 * 4 + 4)  # K, V and slots
-    left_for_headers = 10_000_000 - reserve * 3 * row.nbytes - staged - entering - left
+    encoded = 1280 * 2 * row.nbytes  # five pages have, as codes, no more bytes than 512 tokens
+    taken = reserve * 3 * row.nbytes + staged + entering + encoded
+    left_for_headers = 10_000_000 - taken - left
     assert 0 < left_for_headers < 1000
 
 

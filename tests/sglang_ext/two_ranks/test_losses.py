@@ -134,12 +134,18 @@ class Decoding:
 
 
 @pytest.fixture(scope="module")
-def decoding() -> Iterator[Decoding]:
-    """One inference rank for all tests, each with a request slot of its own."""
+def shared() -> Iterator[Decoding]:
     with own_series():
         decoding = Decoding()
         yield decoding
         decoding.supervisor.close()
+
+
+@pytest.fixture
+def decoding(shared: Decoding) -> Decoding:
+    """One inference rank for all tests; a cache rank that one of them has ended is back."""
+    shared.wait_until(lambda: shared.supervisor.connection is not None)
+    return shared
 
 
 def test_a_loss_leaves_no_sparse_request_and_no_count_behind(decoding: Decoding) -> None:
