@@ -1,5 +1,5 @@
 # make demo       serve the bundled model with a cache rank, ask it a question, show what the cache rank did
-# make test       run the tests: 8 to 17 minutes on 2 cores; ARGS="tests/kernels -q" is one pytest run of what it names
+# make test       run the tests: 8 to 22 minutes on 2 cores; ARGS="tests/kernels -q" is one pytest run of what it names
 #                 TESTS="tests/integration" runs what it names as all are: in parallel
 # make test-all   run the thorough tests too, and try more examples of each property
 # make serve      serve; ARGS="..." takes any flag of SGLang and ours
