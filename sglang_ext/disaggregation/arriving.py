@@ -94,7 +94,7 @@ class Arrival:
     def fail(self, why: str) -> None:
         """Receive no more; the prefill server sees the connection end.
 
-        It first hears for which request, or that would wait there for another connection.
+        It always hears which request the connection is for: otherwise it would wait for another.
         """
         with self._lock:
             if self.failure is not None or self._is_whole:

@@ -17,9 +17,6 @@ from triton.runtime.jit import JITFunction
 LEAST_HEAD_DIM = 64
 """Some tests of the interpreter have smaller heads than any model: these may be refused."""
 
-MOST_VARIANTS = 1
-"""A kernel is compiled so often for the same functions of a format, dtypes and kind of heads."""
-
 
 class Hopper:
     """What Triton asks a driver before a kernel is launched."""
@@ -35,7 +32,8 @@ class Hopper:
 
 
 driver.set_active(Hopper())
-_compile, _compiled = JITFunction.run, dict[tuple[str, ...], set[str]]()
+_compile = JITFunction.run
+_compiled: set[tuple[str, ...]] = set()
 _refused: list[str] = []
 
 
@@ -49,16 +47,16 @@ def compile_once(
     functions = [each for each in kwargs.values() if isinstance(each, JITFunction)]
     names = [f"{each.fn.__module__}.{each.__name__}" for each in (kernel, *functions)]
     dtypes = [str(each.dtype) for each in args if isinstance(each, torch.Tensor)]
-    variants = _compiled.setdefault((*names, heads, *dtypes), set())
-    variant = repr({name: value for name, value in kwargs.items() if name.isupper()})
-    if variant in variants or len(variants) == MOST_VARIANTS:
+    variant = (*names, heads, *dtypes)
+    if variant in _compiled:
         return
     try:
         _compile(kernel, *args, grid=grid, warmup=True, **kwargs)
-        variants.add(variant)
+        _compiled.add(variant)
     except Exception:
         if head_dim >= LEAST_HEAD_DIM:
-            _refused.append(f"{names} with {variant}\n{traceback.format_exc()}")
+            sizes = {name: value for name, value in kwargs.items() if name.isupper()}
+            _refused.append(f"{variant} with {sizes}\n{traceback.format_exc()}")
 
 
 JITFunction.run = compile_once  # type: ignore[method-assign]
@@ -71,5 +69,5 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     for text in _refused:
         terminalreporter.write_line(text)
-    for names, variants in sorted(_compiled.items()):
-        terminalreporter.write_line(f"compiled {len(variants)} of {' '.join(names)}")
+    for variant in sorted(_compiled):
+        terminalreporter.write_line(f"compiled {' '.join(variant)}")

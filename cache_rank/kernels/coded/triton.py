@@ -189,7 +189,7 @@ def attend_codes(
     make_parameters = of.attending
     assert make_parameters is not None
 
-    def launch(grouped: Tensor) -> tuple[Tensor, Tensor]:
+    def attend_part(grouped: Tensor) -> tuple[Tensor, Tensor]:
         group = grouped.shape[2]
         padded, attend = max(LEAST_QUERIES, triton.next_power_of_2(group)), of.attend
         if padded > LEAST_QUERIES and of.attend_many is not None:
@@ -219,7 +219,7 @@ def attend_codes(
         return partial, log_sums
 
     at_once = LEAST_QUERIES if layout.head_dim >= _WIDE else queries[0, :, :, 0].numel()
-    return attend_grouped(queries, layout.kv_heads, at_once, launch)
+    return attend_grouped(queries, layout.kv_heads, at_once, attend_part)
 
 
 @triton.jit(

@@ -24,8 +24,12 @@ def unpack_codes(packed, INDEX: tl.constexpr, BITS: tl.constexpr, INTERPRETED: t
     Returns:
         int8 of the shape of `packed`.
     """
-    SHIFT: tl.constexpr = INDEX * BITS
-    MASK: tl.constexpr = (1 << BITS) - 1
+    return shift_and_mask(packed, INDEX * BITS, (1 << BITS) - 1, INTERPRETED)
+
+
+@triton.jit
+def shift_and_mask(packed, SHIFT: tl.constexpr, MASK: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Shift bytes to the right, and keep the bits of a mask: int8 of the shape of `packed`."""
     if INTERPRETED:
         return ((packed >> SHIFT) & MASK).to(tl.int8)
     else:

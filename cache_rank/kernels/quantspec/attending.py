@@ -179,10 +179,11 @@ def attend_many(
     # Of each part [PADDED, D / 4] queries
     own = queries + row * HEAD_DIM + 2 * word[None, :]
     query = [
-        tl.load(own + (i // 2 * 2 * WORDS + i % 2), mask=row < GROUP, other=0.0) * scale
+        (tl.load(own + (i // 2 * 2 * WORDS + i % 2), mask=row < GROUP, other=0.0) * scale).to(
+            tl.float16
+        )
         for i in (0, 1, 2, 3)
     ]
-    query = [query[i].to(tl.float16) for i in (0, 1, 2, 3)]
     largest = tl.full((PADDED,), -1e30, tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     sums = [tl.zeros((PADDED, WORDS), tl.float32) for _ in (0, 1, 2, 3)]

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cache_rank.kernels.coded.rounding import nearest_integers
 from cache_rank.kernels.dependent import (
     dependent_launch,
     let_dependents_start,
@@ -190,9 +191,7 @@ def _log_sums(shares, chunks, PADDED: tl.constexpr):
         before, greatest = greatest, tl.maximum(greatest, tl.max(maxima, axis=0))
         total *= tl.exp2(before - greatest)
         total += tl.sum(totals * tl.exp2(maxima - greatest[None, :]), axis=0)
-    steps = (greatest + tl.log2(total)) * _STEPS_OF_LOG2
-    # Of float32 numbers from 2^23 on the unit is 1, and to it sums are rounded, halves to even.
-    return ((steps + 12582912.0) - 12582912.0).to(tl.int32)
+    return nearest_integers((greatest + tl.log2(total)) * _STEPS_OF_LOG2).to(tl.int32)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cache_rank.kernels.dependent import has_dependents, let_dependents_start
+from cache_rank.kernels.nibbles.triton import shift_and_mask
 from cache_rank.kernels.sketch.reference import WEIGHT_RANGE, Sketch
 
 _BLOCK_ELEMENTS = 32
@@ -194,18 +195,5 @@ def logits_of(
 @triton.jit
 def _elements(packed, INDEX: tl.constexpr, INTERPRETED: tl.constexpr):
     """The elements of one place in bytes of four, int8; the second and the last one fourfold."""
-    SHIFT: tl.constexpr = INDEX // 2 * 4
-    MASK: tl.constexpr = 3 << INDEX % 2 * 2
-    if INTERPRETED:
-        return ((packed >> SHIFT) & MASK).to(tl.int8)
-    else:
-        # A register holds four bytes. Places that are shifted alike share the shift.
-        MASKS: tl.constexpr = MASK * 0x01010101
-        return tl.inline_asm_elementwise(
-            f"{{.reg .b32 s; shr.b32 s, $1, {SHIFT}; and.b32 $0, s, {MASKS};}}",
-            "=r,r",
-            [packed],
-            dtype=tl.int8,
-            is_pure=True,
-            pack=4,
-        )
+    # Places that are shifted alike share the shift.
+    return shift_and_mask(packed, INDEX // 2 * 4, 3 << INDEX % 2 * 2, INTERPRETED)
