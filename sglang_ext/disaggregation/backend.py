@@ -66,7 +66,7 @@ class CodedKVManager(CommonKVManager):
         self.pool = PoolRows(pool.k_buffer, pool.v_buffer)
         self.pages = HostPages(self.pool.on_gpu)
         for codes in {self.server_args.wire_codes, *(WIRE_FORMATS if self.pool.on_gpu else ())}:
-            self.pool.codec(codes).prepare()
+            self.pool.codec(codes).prepare(sends=self.listener is not None)
         if self.listener is not None:
             self.listener.why_not = self._why_not
 

@@ -77,7 +77,8 @@ class PoolRows:
             ValueError: there are no such codes.
         """
         if codes not in self._codecs:
-            self._codecs[codes] = PageCodec(self, codes)
+            with self.aside():  # where it is used
+                self._codecs[codes] = PageCodec(self, codes)
         return self._codecs[codes]
 
     def forget(self, codes: str) -> None:
@@ -104,7 +105,7 @@ class PoolRows:
         """An event behind what is queued on the current stream; None on a CPU, which is done."""
         if not self.on_gpu:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # threads that wait for it leave the CPU to others
         event.record()
         return event
 
@@ -158,11 +159,14 @@ class PageCodec:
         self._held.load(self._pages, 0, 0, self._pool.collect(rows))
         return self._held.pack_page(0)
 
-    def prepare(self) -> None:
-        """On a GPU load the kernels, which takes longer than a peer would wait."""
+    def prepare(self, sends: bool) -> None:
+        """On a GPU load the kernels of a side, which takes longer than a peer would wait."""
         with self._pool.aside():
             rows = self._pages.new_full((PAGE_TOKENS,), _PADDING_ROW, dtype=torch.int64)
-            self.decode(self.encode(rows), rows)
+            if sends:
+                self.encode(rows)
+                return
+            self.decode(torch.zeros_like(self._held.pack_page(0)), rows)
             rest = rows[:1]
             self._pool.put_raw(self._pool.collect(rest).view(-1).view(torch.uint8), rest)
 

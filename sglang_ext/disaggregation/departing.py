@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.pages import PAGE_TOKENS
-from sglang_ext.disaggregation.codec import HostPages, PageCodec, PoolRows, memory_of, page_starts
+from sglang_ext.disaggregation.codec import HostPages, PoolRows, memory_of, page_starts
 from sglang_ext.disaggregation.wire import (
     ALIVE_SECONDS,
     Alive,
@@ -170,14 +170,17 @@ class Departure:
     def _send_all(self) -> None:
         rows = torch.empty(0, dtype=torch.int64)
         while (chunk := self._next_chunk()) is not None:
+            # Not on the device: what is queued aside for other requests would wait, too.
+            for event in chunk.after:
+                event.synchronize()
             rows = torch.cat((rows, chunk.rows))
             starts = page_starts(len(rows))
             for start in starts:
-                self._send_page(rows[start : start + PAGE_TOKENS], chunk.after)
+                self._send_page(rows[start : start + PAGE_TOKENS])
             rows = rows[len(starts) * PAGE_TOKENS :]
             if chunk.metadata is not None:
                 if len(rows):
-                    self._send_tail(rows, chunk.after)
+                    self._send_tail(rows)
                 self._send(End(len(chunk.metadata)), memoryview(chunk.metadata))
                 self._wire.wait_acknowledged()
                 return
@@ -190,36 +193,38 @@ class Departure:
             except queue.Empty:
                 self._send(Alive())  # which also tells whether the peer is there
 
-    def _send_page(self, rows: Tensor, after: Sequence[Any]) -> None:
+    def _send_page(self, rows: Tensor) -> None:
         with self._pool.lock:
-            codec = self._pool.codec(self._codes)
-        self._send_tokens(Page(self._codes, codec.packed_bytes), codec, rows, after)
+            size = self._pool.codec(self._codes).packed_bytes
+        self._send_tokens(Page(self._codes, size), rows)
 
-    def _send_tail(self, rows: Tensor, after: Sequence[Any]) -> None:
-        frame = Tail(len(rows), len(rows) * self._pool.token_bytes)
-        self._send_tokens(frame, None, rows, after)
+    def _send_tail(self, rows: Tensor) -> None:
+        self._send_tokens(Tail(len(rows), len(rows) * self._pool.token_bytes), rows)
 
-    def _send_tokens(
-        self, frame: Page | Tail, codec: PageCodec | None, rows: Tensor, after: Sequence[Any]
-    ) -> None:
-        """Read tokens on the device, as codes or as they are, and send them from the host."""
+    def _send_tokens(self, frame: Page | Tail, rows: Tensor) -> None:
         while (buffer := self._pages.take(frame.bytes, ALIVE_SECONDS)) is None:
             self._send(Alive())
         try:
-            with self._pool.lock, self._pool.aside(after):
-                on_device = self._pool.rows_on_device(rows)
-                found = codec.encode(on_device) if codec else self._pool.collect(on_device)
-                buffer[: frame.bytes].copy_(found.view(-1).view(torch.uint8), non_blocking=True)
-                if (mark := self._pool.mark()) is not None:
-                    mark.synchronize()
-                if codec:
-                    codec.check()
+            with self._pool.lock, self._pool.aside():
+                try:
+                    self._read(frame, rows, buffer[: frame.bytes])
+                except ValueError:
+                    self._pool.forget(self._codes)  # it remembers what it could not encode
+                    raise
             self._send(frame, memory_of(buffer))
-        except ValueError:
-            self._pool.forget(self._codes)  # it remembers what it could not encode
-            raise
         finally:
             self._pages.give_back(buffer)
+
+    def _read(self, frame: Page | Tail, rows: Tensor, target: Tensor) -> None:
+        """Read tokens on the device, as codes or as they are, to the host."""
+        pool, on_device = self._pool, self._pool.rows_on_device(rows)
+        codec = pool.codec(frame.codes) if isinstance(frame, Page) else None
+        found = codec.encode(on_device) if codec else pool.collect(on_device)
+        target.copy_(found.view(-1).view(torch.uint8), non_blocking=True)
+        if (mark := pool.mark()) is not None:
+            mark.synchronize()
+        if codec is not None:
+            codec.check()
 
     def _send(self, frame: Frame, payload: memoryview | None = None) -> None:
         self._wire.send(frame, payload, self._link)

@@ -187,6 +187,24 @@ def test_what_cannot_be_encoded_fails_alone(servers: Servers) -> None:
     ends(arrival, "here")
 
 
+def test_another_that_waits_for_memory_meanwhile_does_not_fail(servers: Servers) -> None:
+    source, target = draw_rows(1200, 8), draw_rows(1200, 9)
+    servers.prefill.keys.tensors[1][source[100], 1, 3] = torch.inf
+    free, arriving = servers.pages
+    buffers = [free.take(0, 1) for _ in range(BUFFERS)]
+    waiting, arrives = servers.begin(1, target[600:], "hack")
+    sent_in_chunks(waiting, source[600:])
+    time.sleep(0.3)  # its page is to be encoded when there is memory
+    servers.pages = HostPages(False), arriving
+    departure, arrival = servers.begin(2, target[:600], "hack")
+    sent_in_chunks(departure, source[:600])
+    ends(arrival, "failed")
+    for buffer in buffers:
+        assert buffer is not None
+        free.give_back(buffer)
+    ends(arrives, "here")
+
+
 def test_a_wrong_secret_is_refused_by_both(servers: Servers) -> None:
     rows = draw_rows(10, 0)
     arrival = servers.arrive(1, rows, b"t" * 64)
