@@ -58,18 +58,17 @@ def warm_up(selector: Selector, messages: MessageBuffers, link: Link, device: to
 
 
 def _attend(selector: Selector, link: Link, device: torch.device, most: int) -> None:
-    """Attend for one row, two, four and so on: kernels depend on how many there are."""
-    config, rows = selector.config, 1
+    """Attend for every number of rows: kernels depend on it, not only on its power of two."""
+    config = selector.config
     with link.in_background():
         if device.type == "cuda":
             torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-        while rows <= most:
+        for rows in range(1, most + 1):
             attended = selector.attended([Row(NO_SEQUENCE, 0)] * rows)
             for width in (1, config.verified_tokens):
                 shape = (rows, width, config.model.query_heads, config.model.head_dim)
                 queries = torch.zeros(shape, dtype=config.model.torch_dtype, device=device)
                 selector.attend(attended, 0, queries)
-            rows *= 2
 
 
 def _step(

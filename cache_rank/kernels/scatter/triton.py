@@ -59,7 +59,7 @@ def scatter_step(
         KV_HEADS=kv_heads,
         CAPACITY=capacity,
         HEAD_DIM=head_dim,
-        BLOCK_ENTRIES=_block_rows(capacity, head_dim),
+        BLOCK_ENTRIES=min(_block_rows(head_dim), triton.next_power_of_2(capacity)),
         DTYPE=_DTYPES[key_rows.tensors[0].dtype],
     )
 
@@ -74,7 +74,7 @@ def collect_tokens(
     assert out.is_contiguous()
     assert out.shape == (2, layers, count, kv_heads, head_dim)
     assert out.dtype == key_rows.tensors[0].dtype
-    block_heads = _block_rows(count * kv_heads, head_dim)
+    block_heads = _block_rows(head_dim)
     _collect[(triton.cdiv(count * kv_heads, block_heads), layers, 2)](
         key_rows.pointers,
         value_rows.pointers,
@@ -100,7 +100,7 @@ def put_tokens(
     assert values.is_contiguous()
     assert keys.shape == values.shape == (layers, kv_heads, count, head_dim)
     assert keys.dtype == values.dtype == key_rows.tensors[0].dtype
-    block_heads = _block_rows(count * kv_heads, head_dim)
+    block_heads = _block_rows(head_dim)
     _put[(triton.cdiv(count * kv_heads, block_heads), layers, 2)](
         key_rows.pointers,
         value_rows.pointers,
@@ -124,7 +124,7 @@ def copy_tokens(
     assert source.is_contiguous()
     assert target.is_contiguous()
     assert target.shape == source.shape
-    block_heads = _block_rows(count * kv_heads, head_dim)
+    block_heads = _block_rows(head_dim)
     _copy[(triton.cdiv(count * kv_heads, block_heads), layers, 2)](
         key_rows.pointers,
         value_rows.pointers,
@@ -138,9 +138,9 @@ def copy_tokens(
     )
 
 
-def _block_rows(rows: int, head_dim: int) -> int:
-    """How many vectors of D one program moves at a time."""
-    return max(1, min(_BLOCK_ELEMENTS // head_dim, int(triton.next_power_of_2(rows))))
+def _block_rows(head_dim: int) -> int:
+    """How many vectors of D one program moves at a time, of however many: one kernel serves all."""
+    return max(1, _BLOCK_ELEMENTS // head_dim)
 
 
 @triton.jit
