@@ -318,21 +318,21 @@ class DownMessage:
 
     def __init__(self, config: CacheRankConfig, layers: int, rows: int, memory: Tensor) -> None:
         """Lay the message out over the first bytes of some memory."""
-        parts = self._parts(config, layers, rows)
-        self.buffer = memory[: bytes_of(parts)]
-        self.header, self.slots, self.keys, self.values = lay_out(parts, memory)
+        layout = self._layout(config, layers, rows)
+        self.buffer = memory[: layout.size]
+        self.header, self.slots, self.keys, self.values = layout.views(memory)
 
     @classmethod
     def size(cls, config: CacheRankConfig, layers: int, rows: int) -> int:
         """Bytes of the message."""
-        return bytes_of(cls._parts(config, layers, rows))
+        return cls._layout(config, layers, rows).size
 
     @staticmethod
-    def _parts(config: CacheRankConfig, layers: int, rows: int) -> tuple[Part, ...]:
+    def _layout(config: CacheRankConfig, layers: int, rows: int) -> Layout:
         entries = (rows, layers, config.model.kv_heads, config.max_swap_tokens)
         tokens = Part(config.wire_torch_dtype, (*entries, config.wire_width))
         header = Part(torch.int64, (rows, len(AnswerHeader._fields)))
-        return header, Part(torch.int32, entries), tokens, tokens
+        return Layout([header, Part(torch.int32, entries), tokens, tokens])
 
 
 class AttendedMessage:
@@ -350,11 +350,9 @@ class AttendedMessage:
         model = config.model
         shape = (rows, width, model.query_heads)
         outputs = Part(model.torch_dtype, (*shape, model.head_dim))
-        log_sums = Part(torch.float32, shape)
-        start = _aligned(outputs.bytes)
-        self.buffer = torch.empty(start + log_sums.bytes, dtype=torch.uint8, device=device)
-        self.outputs = self.buffer[: outputs.bytes].view(outputs.dtype).view(outputs.shape)
-        self.log_sums = self.buffer[start:].view(log_sums.dtype).view(log_sums.shape)
+        layout = Layout([outputs, Part(torch.float32, shape)])
+        self.buffer = torch.empty(layout.size, dtype=torch.uint8, device=device)
+        self.outputs, self.log_sums = layout.views(self.buffer)
 
 
 def up_sizes(config: CacheRankConfig, rows: int) -> list[int]:
@@ -368,7 +366,7 @@ def down_sizes(config: CacheRankConfig, rows: int) -> list[int]:
 
 
 class Part(NamedTuple):
-    """One tensor of a message; see `lay_out`."""
+    """One tensor of a message; see `Layout`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -378,18 +376,28 @@ class Part(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def lay_out(parts: Sequence[Part], memory: Tensor) -> list[Tensor]:
-    """Make a view of each part of a message, uint8; each begins at a multiple of 16 bytes."""
-    views, start = [], 0
-    for part in parts:
-        views.append(memory[start : start + part.bytes].view(part.dtype).view(part.shape))
-        start += _aligned(part.bytes)
-    return views
+class Layout:
+    """Where the parts of a message are: each begins at a multiple of 16 bytes.
 
+    Attributes:
+        size: bytes of the message.
+    """
 
-def bytes_of(parts: Sequence[Part]) -> int:
-    """Bytes of a message that is laid out so."""
-    return sum(_aligned(part.bytes) for part in parts)
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.size = 0
+        self._dtypes = {part.dtype for part in parts}
+        self._places = []
+        for part in parts:
+            dtype, shape = part
+            strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+            self._places.append((dtype, shape, strides, self.size // dtype.itemsize))
+            self.size += _aligned(part.bytes)
+
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Make a view of each part over uint8 memory, which is no view of other memory."""
+        assert memory.storage_offset() == 0
+        typed = {dtype: memory.view(dtype) for dtype in self._dtypes}
+        return [typed[dtype].as_strided(*where) for dtype, *where in self._places]
 
 
 def _aligned(size: int) -> int:

@@ -6,6 +6,7 @@ It has a link and a selector; process.py hands it the messages, one after the ot
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterator, Sequence
 
 import psutil
@@ -93,6 +94,7 @@ class CacheRank:
             for size in down_sizes(config, config.max_rows)
         ]
         self._messages = MessageBuffers(config, link.buffers, answers)
+        self._shipment_bytes = functools.cache(functools.partial(shipment_bytes, config))
         self._layer_messages = config.layer_messages
         self._taken: list[torch.cuda.Event | None] = [None] * len(self._layer_messages)
         self._sent: dict[int | None, Pending] = {}
@@ -142,7 +144,7 @@ class CacheRank:
         if message.as_codes:
             may_be = residency.takes_codes(config) and count % PAGE_TOKENS == 0
             _require(may_be, f"Load of {count} tokens as codes")
-            shape, dtype = (shipment_bytes(config, count),), torch.uint8
+            shape, dtype = (self._shipment_bytes(count),), torch.uint8
         with self._receive_bulk(shape, dtype) as shipment:
             sequence_id, start = message.sequence_id, message.start
             sequence = self._live(sequence_id, "Load", begins=start == 0)

@@ -5,6 +5,7 @@ kernels/coded/reference.py says which tokens are held as codes, and why steps th
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from typing import Any, ClassVar
 
@@ -20,7 +21,7 @@ from cache_rank.kernels.coded import attend_codes, encode_groups, gather_codes, 
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import Part, bytes_of, lay_out
+from cache_rank.protocol import Layout, Part
 from cache_rank.residency.base import Residency
 from cache_rank.residency.not_finite import NotFinite
 
@@ -69,7 +70,7 @@ class CodedResidency(Residency):
         model = config.model
         # Of what is encoded here, and of pages that come beside steps, from another's encoder.
         self._not_finite = NotFinite(model, device, flags=2)
-        self._config = config
+        self._layout = functools.cache(functools.partial(CodedPages, type(self), config))
         planes = [
             tuple(torch.empty(part.shape, dtype=part.dtype, device=device) for part in parts)
             for parts in self.plane_parts(config, pages)
@@ -121,12 +122,11 @@ class CodedResidency(Residency):
         load_tokens(shipment, *self._tokens.rings, slots, start)
 
     def load_pages(self, pages: Tensor, packed: Tensor) -> None:
-        message = CodedPages(type(self), self._config, len(pages), packed)
+        not_finite, came = self._layout(len(pages)).of(packed)
         noted = self._not_finite.flags[1:]
-        torch.maximum(noted, message.not_finite, out=noted)
-        for planes, came in zip(self._tokens.planes, message.planes, strict=True):
-            for plane, pages_of_plane in zip(planes, came, strict=True):
-                _in_words(plane).index_copy_(0, pages, _in_words(pages_of_plane))
+        torch.maximum(noted, not_finite, out=noted)
+        for plane, pages_of_plane in zip(self.page_planes(), sum(came, ()), strict=True):
+            _in_words(plane).index_copy_(0, pages, _in_words(pages_of_plane))
         self.check()
 
     def page_planes(self) -> tuple[Tensor, ...]:
@@ -196,24 +196,19 @@ def _in_words(plane: Tensor) -> Tensor:
     return plane.view(len(plane), -1).view(torch.int64)
 
 
-class CodedPages:
-    """Views into one message: complete pages of one sequence, as codes.
+class CodedPages(Layout):
+    """Complete pages of one sequence in a message, as codes.
 
-    Attributes:
-        not_finite: (1,) int32, see `CodedTokens`.
-        planes: those of keys and of values, as those of a residency of so many pages.
+    It is kept for each number of pages: the host would take longer for it than for the launches.
     """
 
-    def __init__(
-        self, held: type[CodedResidency], config: CacheRankConfig, pages: int, memory: Tensor
-    ) -> None:
-        """Lay the message out over memory of its size, uint8."""
+    def __init__(self, held: type[CodedResidency], config: CacheRankConfig, pages: int) -> None:
         keys, values = held.plane_parts(config, pages)
-        self.not_finite, *planes = lay_out([_NOT_FINITE, *keys, *values], memory)
-        self.planes = tuple(planes[: len(keys)]), tuple(planes[len(keys) :])
+        super().__init__([_NOT_FINITE, *keys, *values])
+        self._planes_of_keys = len(keys)
 
-    @classmethod
-    def size(cls, held: type[CodedResidency], config: CacheRankConfig, pages: int) -> int:
-        """Bytes of the message."""
-        keys, values = held.plane_parts(config, pages)
-        return bytes_of([_NOT_FINITE, *keys, *values])
+    def of(self, memory: Tensor) -> tuple[Tensor, tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]:
+        """Views into a message: `not_finite` and `planes` of its `CodedTokens`."""
+        not_finite, *planes = self.views(memory)
+        of_keys = self._planes_of_keys
+        return not_finite, (tuple(planes[:of_keys]), tuple(planes[of_keys:]))

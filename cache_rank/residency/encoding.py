@@ -6,6 +6,7 @@ travel as they are: a format may hold them so, see kernels/coded/reference.py.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -31,7 +32,7 @@ def coded_format(config: CacheRankConfig) -> type[CodedResidency]:
 
 def shipment_bytes(config: CacheRankConfig, count: int) -> int:
     """Bytes of complete pages, of `count` tokens, in a message."""
-    return CodedPages.size(coded_format(config), config, count // PAGE_TOKENS)
+    return CodedPages(coded_format(config), config, count // PAGE_TOKENS).size
 
 
 def tokens_as_codes(config: CacheRankConfig, tokens: int) -> int:
@@ -57,6 +58,7 @@ class PageEncoder:
         """Take memory for so many tokens, a page or more; see `residency.takes_codes`."""
         self.most = most
         self._config, self._held, self._device = config, coded_format(config), device
+        self._layout = functools.cache(functools.partial(CodedPages, self._held, config))
         self._codecs = self._held.codecs(config)
         model = config.model
         size = math.prod(bulk_shape(config, most))
@@ -76,16 +78,16 @@ class PageEncoder:
     def encode(self, tokens: Tensor) -> Tensor:
         """Encode what was put into `room`: (bytes,) uint8, see `CodedPages`."""
         config, count = self._config, tokens.shape[2]
-        size = shipment_bytes(config, count)
-        packed = torch.empty(size, dtype=torch.uint8, device=self._device)
-        message = CodedPages(self._held, config, count // PAGE_TOKENS, packed)
-        message.not_finite.zero_()
+        layout = self._layout(count // PAGE_TOKENS)
+        packed = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
+        not_finite, planes = layout.of(packed)
+        not_finite.zero_()
         encode_groups(
             CodedTokens(
                 self._codecs,
-                message.planes,
+                planes,
                 (self._ring, self._ring),
-                message.not_finite,
+                not_finite,
                 self._held.group_tokens,
                 PAGE_TOKENS,
             ),

@@ -196,8 +196,9 @@ def test_kernels_encode_what_the_references_do(monkeypatch: pytest.MonkeyPatch) 
         encoder = PageEncoder(config, 2 * PAGE_TOKENS, CPU)
         encoder.room(2 * PAGE_TOKENS).copy_(tokens)
         packed.append(encoder.encode(encoder.room(2 * PAGE_TOKENS)))
-    messages = [CodedPages(HackResidency, config, 2, memory) for memory in packed]
-    for one, other in zip(*(sum(message.planes, ()) for message in messages), strict=True):
+    layout = CodedPages(HackResidency, config, 2)
+    (_, one_of_all), (_, other_of_all) = (layout.of(memory) for memory in packed)
+    for one, other in zip(sum(one_of_all, ()), sum(other_of_all, ()), strict=True):
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
