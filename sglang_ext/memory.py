@@ -18,6 +18,9 @@ from cache_rank.residency.encoding import tokens_as_codes
 from sglang_ext.compat import model_config
 from sglang_ext.flags import CacheRankFlags
 
+SHIPPED_TOKENS = 4096
+"""Prompts on their way to a cache rank take as much memory as so many tokens, or one chunk."""
+
 
 def reserve_block_rows(args: CacheRankFlags) -> int:
     return args.sink_tokens + args.budget_curve.most
@@ -55,7 +58,8 @@ def coded_tokens(args: CacheRankFlags, config: CacheRankConfig) -> int:
 
 
 def message_bytes(args: CacheRankFlags, shape: ModelShape) -> int:
-    """Return the bytes of the buffers that messages are staged, encoded and received in."""
+    """Return the bytes of the buffers of messages, and of prompts on their way."""
     config = args.cache_rank_config(shape, args.max_sparse_requests)
     steps = sum(up_sizes(config, config.max_rows)) + sum(down_sizes(config, config.max_rows))
-    return steps + coded_tokens(args, config) * shape.bytes_per_token
+    shipped = max(SHIPPED_TOKENS, args.bulk_chunk_tokens) + coded_tokens(args, config)
+    return steps + shipped * shape.bytes_per_token

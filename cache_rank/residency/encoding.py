@@ -70,6 +70,10 @@ class PageEncoder:
         nothing = torch.zeros(1, dtype=torch.int32)
         self._rows = PagedRows(*upload((pages, nothing, nothing), device))
 
+    def size(self, count: int) -> int:
+        """Bytes of a message of so many tokens."""
+        return self._layout(count // PAGE_TOKENS).size
+
     def room(self, count: int) -> Tensor:
         """Where the tokens of complete pages are put to be encoded, (2, layers, count, Hkv, D)."""
         shape = bulk_shape(self._config, count)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import torch
@@ -36,6 +36,7 @@ from cache_rank.protocol import (
 )
 from cache_rank.residency.base import Residency
 from cache_rank.residency.encoding import PageEncoder
+from sglang_ext.memory import SHIPPED_TOKENS
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.two_ranks.exchange.slots import ExchangedRow, SlotBuffers
 from sglang_ext.two_ranks.lifecycle import SparseSequence
@@ -122,10 +123,7 @@ class Exchange(ABC):
     Attributes:
         waited: seconds that a step waited for answers: the current step, or on a GPU the last one
             whose times are known.
-        most_shipments: at most so many, which each hold a copy of their tokens, are under way.
     """
-
-    most_shipments: ClassVar[int]
 
     def __init__(
         self,
@@ -145,7 +143,8 @@ class Exchange(ABC):
         self.waited = 0.0
         self._config = config
         self._slots = slots
-        self._shipments: deque[Pending] = deque()
+        self._shipments: deque[tuple[Pending, int]] = deque()  # and the bytes of each
+        self._shipped_bytes = 0
         self._asking: Pending | None = None
         self._tail_tokens = residency.shared_tail(config) or 0
         self._encoder: PageEncoder | None = None
@@ -199,13 +198,10 @@ class Exchange(ABC):
 
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
         """Send the next tokens of a prompt, whose pool rows are given, in the background."""
-        self._let_go()
-        count = len(pool_rows)
-        shipment = torch.empty(
-            bulk_shape(self._config, count),
-            dtype=self._config.model.torch_dtype,
-            device=self._slots.device,
-        )
+        count, model = len(pool_rows), self._config.model
+        self._make_room(count * model.bytes_per_token)
+        shape = bulk_shape(self._config, count)
+        shipment = torch.empty(shape, dtype=model.torch_dtype, device=self._slots.device)
         collect_tokens(self._slots.keys, self._slots.values, pool_rows, shipment)
         self._send_shipment(Load(sequence.sequence_id, sequence.shipped, count), shipment)
         sequence.shipped += count
@@ -216,8 +212,8 @@ class Exchange(ABC):
         The tokens that are sent next as they are begin `residency.shared_tail` before their end.
         """
         assert self._encoder is not None
-        self._let_go()
         count = len(pool_rows)
+        self._make_room(self._encoder.size(count))
         tokens = self._encoder.room(count)
         collect_tokens(self._slots.keys, self._slots.values, pool_rows, tokens)
         with self._encoding():
@@ -226,16 +222,20 @@ class Exchange(ABC):
         sequence.complete += count
         sequence.shipped = sequence.complete - self._tail_tokens
 
-    def _let_go(self) -> None:
-        """Let go of shipments that have arrived, and wait for the oldest if there are too many."""
+    def _make_room(self, size: int) -> None:
+        """Let go of shipments that have arrived, and wait for the oldest if they take too much."""
         shipments = self._shipments
-        while shipments and (shipments[0].is_done() or len(shipments) == self.most_shipments):
-            shipments.popleft().wait(self.connection.timeout)
+        most = SHIPPED_TOKENS * self._config.model.bytes_per_token
+        while shipments and (shipments[0][0].is_done() or self._shipped_bytes + size > most):
+            pending, its_size = shipments.popleft()
+            pending.wait(self.connection.timeout)
+            self._shipped_bytes -= its_size
 
     def _send_shipment(self, load: Load, shipment: Tensor) -> None:
         self.connection.control.send(load)
         self.counters.bulk_bytes += shipment.nbytes
-        self._shipments.append(self.connection.link.bulk.send(shipment))
+        self._shipped_bytes += shipment.nbytes
+        self._shipments.append((self.connection.link.bulk.send(shipment), shipment.nbytes))
 
     def _encoding(self) -> AbstractContextManager[Any]:
         """Run what is queued inside behind what was gathered; on a GPU, beside the steps."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -84,8 +83,6 @@ class HostExchange(Exchange):
     Attributes:
         failure: what closed the gate in a forward pass, or None.
     """
-
-    most_shipments: ClassVar[int] = 4
 
     def __init__(
         self,

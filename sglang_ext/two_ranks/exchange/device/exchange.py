@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,9 +160,6 @@ class _Attending:
 
 class DeviceExchange(Exchange):
     """The exchange between ranks that have a GPU each."""
-
-    most_shipments: ClassVar[int] = 64
-    """When there are more, the forward pass waits for the oldest."""
 
     def __init__(
         self,

@@ -27,7 +27,6 @@ from cache_rank.protocol import (
 from sglang_ext.request_state import RequestStatistics
 from sglang_ext.two_ranks.exchange import base
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError
-from sglang_ext.two_ranks.exchange.host import HostExchange
 from sglang_ext.two_ranks.lifecycle import SparseSequence
 
 FORECAST = msgspec.structs.replace(
@@ -180,15 +179,19 @@ def test_slots_that_differ_from_the_slot_map_are_an_error() -> None:
         side.apply_answers()
 
 
-def test_only_so_many_shipments_are_under_way() -> None:
+def test_only_so_many_tokens_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "SHIPPED_TOKENS", 45)
     side = InferenceSide()
     sequence = SparseSequence(1, None, 1, 300, 100, RequestStatistics())
-    most = HostExchange.most_shipments
-    for shipment in range(most + 3):
-        side.exchange.ship(sequence, torch.arange(10 * shipment, 10 * shipment + 10))
-        waits = side.connection.log.count("wait for bulk")
-        assert waits == max(0, shipment + 1 - most)
-    assert sequence.shipped == 10 * (most + 3)
+    under_way: list[int] = []
+    for count in (10, 20, 15, 1, 1, 40, 50, 45, 1):
+        rows = torch.arange(sequence.shipped, sequence.shipped + count)
+        before = side.connection.log.count("wait for bulk")
+        side.exchange.ship(sequence, rows)
+        waits = side.connection.log.count("wait for bulk") - before
+        awaited, under_way = under_way[:waits], [*under_way[waits:], count]
+        assert sum(under_way) <= 45 or under_way == [count]
+        assert not awaited or awaited[-1] + sum(under_way) > 45
 
 
 def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:
