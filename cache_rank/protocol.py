@@ -390,14 +390,17 @@ class Layout:
         for part in parts:
             dtype, shape = part
             strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-            self._places.append((dtype, (shape, strides, self.size // dtype.itemsize)))
+            self._places.append((dtype, shape, strides, self.size))
             self.size += _aligned(part.bytes)
 
     def views(self, memory: Tensor) -> list[Tensor]:
-        """Make a view of each part over uint8 memory, which is no view of other memory."""
-        assert memory.storage_offset() == 0
+        """Make a view of each part over memory, uint8, of this size or more."""
         typed = {dtype: memory.view(dtype) for dtype in self._dtypes}
-        return [typed[dtype].as_strided(*place) for dtype, place in self._places]
+        begins = memory.storage_offset()
+        return [
+            typed[dtype].as_strided(shape, strides, (begins + start) // dtype.itemsize)
+            for dtype, shape, strides, start in self._places
+        ]
 
 
 def _aligned(size: int) -> int:

@@ -57,7 +57,7 @@ class PageEncoder:
     def __init__(self, config: CacheRankConfig, most: int, device: torch.device) -> None:
         """Take memory for so many tokens, a page or more; see `residency.takes_codes`."""
         self.most = most
-        self._config, self._held, self._device = config, coded_format(config), device
+        self._config, self._held = config, coded_format(config)
         self._layout = functools.cache(functools.partial(CodedPages, self._held, config))
         self._codecs = self._held.codecs(config)
         model = config.model
@@ -79,12 +79,10 @@ class PageEncoder:
         shape = bulk_shape(self._config, count)
         return self._memory[: math.prod(shape)].view(shape)
 
-    def encode(self, tokens: Tensor) -> Tensor:
-        """Encode what was put into `room`: (bytes,) uint8, see `CodedPages`."""
+    def encode(self, tokens: Tensor, packed: Tensor) -> None:
+        """Encode what was put into `room` to memory of the `size`, uint8; see `CodedPages`."""
         config, count = self._config, tokens.shape[2]
-        layout = self._layout(count // PAGE_TOKENS)
-        packed = torch.empty(layout.size, dtype=torch.uint8, device=self._device)
-        not_finite, planes = layout.of(packed)
+        not_finite, planes = self._layout(count // PAGE_TOKENS).of(packed)
         not_finite.zero_()
         encode_groups(
             CodedTokens(
@@ -100,4 +98,3 @@ class PageEncoder:
             range(config.model.layers),
             tokens,
         )
-        return packed

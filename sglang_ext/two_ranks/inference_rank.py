@@ -158,9 +158,8 @@ class InferenceRank:
 
     def _begin_exchange(self, connection: Connection) -> Exchange:
         slots, counters = self.planner.slots, self.metrics.counters
-        exchange = make_exchange(
-            connection, self.config, slots, counters, self.gate, self._coded_tokens
-        )
+        tokens = self.args.bulk_chunk_tokens, self._coded_tokens
+        exchange = make_exchange(connection, self.config, slots, counters, self.gate, *tokens)
         if self._selection_weights is not None and self._selection_weights.sketches:
             for layer in range(self.config.model.layers):
                 basis = self._selection_weights.basis(layer, self.device)

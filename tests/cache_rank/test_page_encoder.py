@@ -40,6 +40,14 @@ def config_of(name: str, model: ModelShape = GQA, **changes: Any) -> CacheRankCo
     return small_config(model, kv_residency=held, kv_residency_options=options, **changes)
 
 
+def encode(encoder: PageEncoder, tokens: Tensor) -> Tensor:
+    """The message of tokens, in memory that begins anywhere and holds other numbers."""
+    size = encoder.size(tokens.shape[2])
+    packed = torch.full((size + 512,), 77, dtype=torch.uint8, device=tokens.device)[256:][:size]
+    encoder.encode(tokens, packed)
+    return packed
+
+
 def ship_pages(
     served: Served, sequence: ResidentSequence, prompt: Tensor, counts: list[int]
 ) -> None:
@@ -50,7 +58,7 @@ def ship_pages(
         first, count = sequence.complete, pages * PAGE_TOKENS
         room = encoder.room(count)
         room.copy_(prompt[:, :, first : first + count])
-        packed = encoder.encode(room)
+        packed = encode(encoder, room)
         assert packed.nbytes == shipment_bytes(served.config, count)
         assert served.selector.may_load_pages(sequence, first)
         served.selector.load_pages(sequence, count, packed)
@@ -181,7 +189,7 @@ def test_what_is_not_finite_is_refused_by_the_cache_rank(
     for page in (1, 0):
         tokens = request.prompt[:, :, page * PAGE_TOKENS :][:, :, :PAGE_TOKENS]
         encoder.room(PAGE_TOKENS).copy_(tokens)
-        flag = encoder.encode(encoder.room(PAGE_TOKENS))[:4].view(torch.int32)
+        flag = encode(encoder, encoder.room(PAGE_TOKENS))[:4].view(torch.int32)
         assert bool(flag) == (page == 0)
 
 
@@ -195,7 +203,7 @@ def test_kernels_encode_what_the_references_do(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(by_device, "is_on_gpu", lambda *of, runs=runs_kernels: runs)
         encoder = PageEncoder(config, 2 * PAGE_TOKENS, CPU)
         encoder.room(2 * PAGE_TOKENS).copy_(tokens)
-        packed.append(encoder.encode(encoder.room(2 * PAGE_TOKENS)))
+        packed.append(encode(encoder, encoder.room(2 * PAGE_TOKENS)))
     layout = CodedPages(HackResidency, config, 2)
     (_, one_of_all), (_, other_of_all) = (layout.of(memory) for memory in packed)
     for one, other in zip(sum(one_of_all, ()), sum(other_of_all, ()), strict=True):

@@ -170,7 +170,9 @@ def test_pages_come_as_codes_where_pages_end() -> None:
     def encoded(request: Request, first: int) -> Tensor:
         room = encoder.room(PAGE_TOKENS)
         room.copy_(request.prompt[:, :, first : first + PAGE_TOKENS])
-        return encoder.encode(room)
+        packed = torch.empty(encoder.size(PAGE_TOKENS), dtype=torch.uint8)
+        encoder.encode(room, packed)
+        return packed
 
     with closing(InferenceRank(config)) as rank:
         request, other = rank.new_request(3 * PAGE_TOKENS), rank.new_request(PAGE_TOKENS)

@@ -43,13 +43,14 @@ def make_exchange(
     slots: SlotBuffers,
     counters: ExchangeCounters,
     gate: Gate,
+    chunk_tokens: int,
     coded_tokens: int,
 ) -> Exchange:
     """Begin the exchange over a connection, of the kind that the gate is of; see `Exchange`."""
     if isinstance(gate, HostGate):
-        return HostExchange(connection, config, slots, counters, gate, coded_tokens)
+        return HostExchange(connection, config, slots, counters, gate, chunk_tokens, coded_tokens)
     from sglang_ext.two_ranks.exchange.device.exchange import DeviceExchange
     from sglang_ext.two_ranks.exchange.device.gate import DeviceGate
 
     assert isinstance(gate, DeviceGate)
-    return DeviceExchange(connection, config, slots, counters, gate, coded_tokens)
+    return DeviceExchange(connection, config, slots, counters, gate, chunk_tokens, coded_tokens)

@@ -47,6 +47,9 @@ _LEAST_WAIT_SECONDS = 1e-3
 _PAGES_UNDER_WAY = 16
 """As many pages come back before the host waits for them."""
 
+_ALIGNMENT = 256
+"""Each shipment begins at a multiple of so many bytes."""
+
 _PADDING_ROW = 0
 """The row of SGLang's pool that it writes to what nobody reads."""
 
@@ -131,20 +134,27 @@ class Exchange(ABC):
         config: CacheRankConfig,
         slots: SlotBuffers,
         counters: ExchangeCounters,
-        coded_tokens: int = 0,
+        chunk_tokens: int,
+        coded_tokens: int,
     ) -> None:
         """Begin; what is exchanged is added to `counters`.
 
         Args:
-            coded_tokens: at most so many tokens are shipped as codes at once; 0 if none are.
+            chunk_tokens, coded_tokens: at most so many tokens are shipped at once, as they are and
+                as codes, in no more bytes; 0 if none are.
         """
         self.connection = connection
         self.counters = counters
         self.waited = 0.0
         self._config = config
         self._slots = slots
-        self._shipments: deque[tuple[Pending, int]] = deque()  # and the bytes of each
-        self._shipped_bytes = 0
+        # Shipments lie behind each other in memory that is used in turn. Where each begins, and the
+        # next, is counted on and on.
+        size = max(SHIPPED_TOKENS, chunk_tokens) * config.model.bytes_per_token
+        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._memory = torch.empty(size, dtype=torch.uint8, device=slots.device)
+        self._shipments: deque[tuple[int, Pending]] = deque()
+        self._next = 0
         self._asking: Pending | None = None
         self._tail_tokens = residency.shared_tail(config) or 0
         self._encoder: PageEncoder | None = None
@@ -199,9 +209,8 @@ class Exchange(ABC):
     def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
         """Send the next tokens of a prompt, whose pool rows are given, in the background."""
         count, model = len(pool_rows), self._config.model
-        self._make_room(count * model.bytes_per_token)
-        shape = bulk_shape(self._config, count)
-        shipment = torch.empty(shape, dtype=model.torch_dtype, device=self._slots.device)
+        memory = self._make_room(count * model.bytes_per_token)
+        shipment = memory.view(model.torch_dtype).view(bulk_shape(self._config, count))
         collect_tokens(self._slots.keys, self._slots.values, pool_rows, shipment)
         self._send_shipment(Load(sequence.sequence_id, sequence.shipped, count), shipment)
         sequence.shipped += count
@@ -213,29 +222,32 @@ class Exchange(ABC):
         """
         assert self._encoder is not None
         count = len(pool_rows)
-        self._make_room(self._encoder.size(count))
+        shipment = self._make_room(self._encoder.size(count))
         tokens = self._encoder.room(count)
         collect_tokens(self._slots.keys, self._slots.values, pool_rows, tokens)
         with self._encoding():
             load = Load(sequence.sequence_id, sequence.complete, count, as_codes=True)
-            self._send_shipment(load, self._encoder.encode(tokens))
+            self._encoder.encode(tokens, shipment)
+            self._send_shipment(load, shipment)
         sequence.complete += count
         sequence.shipped = sequence.complete - self._tail_tokens
 
-    def _make_room(self, size: int) -> None:
-        """Let go of shipments that have arrived, and wait for the oldest if they take too much."""
+    def _make_room(self, size: int) -> Tensor:
+        """Memory of the next shipment, (size,) uint8; what was sent from it has to have arrived."""
+        start, whole = self._next, len(self._memory)
+        if start % whole + size > whole:
+            start += -start % whole
         shipments = self._shipments
-        most = SHIPPED_TOKENS * self._config.model.bytes_per_token
-        while shipments and (shipments[0][0].is_done() or self._shipped_bytes + size > most):
-            pending, its_size = shipments.popleft()
-            pending.wait(self.connection.timeout)
-            self._shipped_bytes -= its_size
+        while shipments and (shipments[0][1].is_done() or start + size - shipments[0][0] > whole):
+            shipments.popleft()[1].wait(self.connection.timeout)
+        self._next = start
+        return self._memory[start % whole :][:size]
 
     def _send_shipment(self, load: Load, shipment: Tensor) -> None:
         self.connection.control.send(load)
         self.counters.bulk_bytes += shipment.nbytes
-        self._shipped_bytes += shipment.nbytes
-        self._shipments.append((self.connection.link.bulk.send(shipment), shipment.nbytes))
+        self._shipments.append((self._next, self.connection.link.bulk.send(shipment)))
+        self._next += -(-shipment.nbytes // _ALIGNMENT) * _ALIGNMENT
 
     def _encoding(self) -> AbstractContextManager[Any]:
         """Run what is queued inside behind what was gathered; on a GPU, beside the steps."""

@@ -91,9 +91,10 @@ class HostExchange(Exchange):
         slots: SlotBuffers,
         counters: ExchangeCounters,
         gate: HostGate,
-        coded_tokens: int = 0,
+        chunk_tokens: int,
+        coded_tokens: int,
     ) -> None:
-        super().__init__(connection, config, slots, counters, coded_tokens)
+        super().__init__(connection, config, slots, counters, chunk_tokens, coded_tokens)
         staging = [
             torch.empty(size, dtype=torch.uint8) for size in up_sizes(config, config.max_rows)
         ]

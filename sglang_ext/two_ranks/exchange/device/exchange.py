@@ -23,7 +23,7 @@ from cache_rank.channels.transport import Pending
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.scatter import collect_tokens, copy_tokens
 from cache_rank.measure.timeline import Span, host_offset
-from cache_rank.protocol import AttendedMessage, Load, Row, bulk_shape
+from cache_rank.protocol import AttendedMessage, Row, bulk_shape
 from sglang_ext.two_ranks.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.two_ranks.exchange.device.gate import DeviceGate, StepTimes
@@ -168,9 +168,10 @@ class DeviceExchange(Exchange):
         slots: SlotBuffers,
         counters: ExchangeCounters,
         gate: DeviceGate,
-        coded_tokens: int = 0,
+        chunk_tokens: int,
+        coded_tokens: int,
     ) -> None:
-        super().__init__(connection, config, slots, counters, coded_tokens)
+        super().__init__(connection, config, slots, counters, chunk_tokens, coded_tokens)
         self._gate = gate
         self._encoding_stream = torch.cuda.Stream(slots.device)
         self._step = 0
@@ -193,15 +194,15 @@ class DeviceExchange(Exchange):
         """Run the kernels of shipments once, so that no request waits for them to compile."""
         config, slots = self._config, self._slots
         row = torch.zeros(1, dtype=torch.int64, device=slots.device)
-        shipment = torch.empty(
-            bulk_shape(config, 1), dtype=config.model.torch_dtype, device=slots.device
-        )
+        shipment = self._make_room(config.model.bytes_per_token)
+        shipment = shipment.view(config.model.torch_dtype).view(bulk_shape(config, 1))
         collect_tokens(slots.keys, slots.values, row, shipment)
         copy_tokens(slots.keys, slots.values, row, row)
         if self._encoder is not None:
-            tokens = self._encoder.room(self._encoder.most).zero_()
-            with self._encoding():  # takes memory for a message, too
-                self._encoder.encode(tokens)
+            most = self._encoder.most
+            tokens, packed = self._encoder.room(most).zero_(), self._encoder.size(most)
+            with self._encoding():
+                self._encoder.encode(tokens, self._make_room(packed))
 
     def announce(self, step: int, rows: list[ExchangedRow], traced: bool = False) -> None:
         self._reap()
@@ -243,11 +244,6 @@ class DeviceExchange(Exchange):
         # What was gathered last has to be encoded before its memory takes these tokens.
         torch.cuda.current_stream().wait_stream(self._encoding_stream)
         super().ship_pages(sequence, pool_rows)
-
-    def _send_shipment(self, load: Load, shipment: Tensor) -> None:
-        super()._send_shipment(load, shipment)
-        with self.connection.link.in_background():
-            shipment.record_stream(torch.cuda.current_stream())
 
     @contextlib.contextmanager
     def _encoding(self) -> Iterator[None]:

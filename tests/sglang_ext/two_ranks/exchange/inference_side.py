@@ -210,7 +210,9 @@ class InferenceSide:
         self.gate = HostGate()
         slots = SlotBuffers(config, self.keys, self.values)
         counters = ExchangeCounters()
-        self.exchange = HostExchange(connection, config, slots, counters, self.gate, coded_tokens)
+        self.exchange = HostExchange(
+            connection, config, slots, counters, self.gate, 0, coded_tokens
+        )
         self.steps = 0
         self._sequence_ids = itertools.count(1)
 

@@ -179,19 +179,29 @@ def test_slots_that_differ_from_the_slot_map_are_an_error() -> None:
         side.apply_answers()
 
 
-def test_only_so_many_tokens_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_under_way_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it lies in the same memory, in which as much is under way as has room."""
     monkeypatch.setattr(base, "SHIPPED_TOKENS", 45)
     side = InferenceSide()
     sequence = SparseSequence(1, None, 1, 300, 100, RequestStatistics())
-    under_way: list[int] = []
-    for count in (10, 20, 15, 1, 1, 40, 50, 45, 1):
-        rows = torch.arange(sequence.shipped, sequence.shipped + count)
+    under_way: list[tuple[Tensor, Tensor]] = []
+    send = side.connection.link.bulk.send
+
+    def note(shipment: Tensor) -> Any:
+        under_way.append((shipment, shipment.clone()))
+        return send(shipment)
+
+    side.connection.link.bulk.send = note
+    most = 0
+    for count in (10, 20, 15, 1, 1, 40, 45, 5, 7, 9, 3, 30):
         before = side.connection.log.count("wait for bulk")
+        rows = torch.arange(sequence.shipped, sequence.shipped + count)
         side.exchange.ship(sequence, rows)
-        waits = side.connection.log.count("wait for bulk") - before
-        awaited, under_way = under_way[:waits], [*under_way[waits:], count]
-        assert sum(under_way) <= 45 or under_way == [count]
-        assert not awaited or awaited[-1] + sum(under_way) > 45
+        del under_way[: side.connection.log.count("wait for bulk") - before]
+        for shipment, sent in under_way:
+            assert torch.equal(shipment, sent)
+        most = max(most, sum(shipment.shape[2] for shipment, _ in under_way))
+    assert 40 < most <= 45
 
 
 def test_a_loss_in_a_forward_pass_closes_the_gate_and_ends_the_step() -> None:
