@@ -41,11 +41,13 @@ def config_of(name: str, model: ModelShape = GQA, **changes: Any) -> CacheRankCo
 
 
 def encode(encoder: PageEncoder, tokens: Tensor) -> Tensor:
-    """The message of tokens, in memory that begins anywhere and holds other numbers."""
+    """The message of tokens; what is around its memory is left alone."""
     size = encoder.size(tokens.shape[2])
-    packed = torch.full((size + 512,), 77, dtype=torch.uint8, device=tokens.device)[256:][:size]
-    encoder.encode(tokens, packed)
-    return packed
+    memory = torch.full((size + 512,), 77, dtype=torch.uint8, device=tokens.device)
+    encoder.encode(tokens, memory[256:][:size])
+    assert (memory[:256] == 77).all()
+    assert (memory[256 + size :] == 77).all()
+    return memory[256:][:size]
 
 
 def ship_pages(
