@@ -33,9 +33,8 @@ class DenseStore:
         self._block_rows = reserve_block_rows(args)
         self._rows_per_request = dense_store_rows_per_request(args)
         self._first_row = pools.keys[0].shape[0] - dense_store_rows(args)
-        for count in (EVICTION_STRIDE, EVICTION_STRIDE + 1):  # so that no request waits to compile
-            row = torch.zeros(count, dtype=torch.int64, device=pools.keys[0].device)
-            self.copy(row, row)
+        row = torch.zeros(1, dtype=torch.int64, device=pools.keys[0].device)
+        self.copy(row, row)  # so that no request waits to compile
 
     def rows_of(self, sequence: SparseSequence, start: int, stop: int) -> Tensor:
         """Return the rows of a request's tokens from start to stop: (stop - start,) int64."""

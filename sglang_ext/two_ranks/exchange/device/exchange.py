@@ -299,7 +299,8 @@ class DeviceExchange(Exchange):
         # What is still queued writes memory that is freed with this exchange. It comes to its end,
         # because `finish` ends every transfer that it waits for.
         self.connection.link.finish()
-        self._encoding_stream.synchronize()
+        with self._encoding():  # behind tokens that were gathered, and not sent
+            torch.cuda.current_stream().synchronize()
         self._transfers.scatter_stream.synchronize()
         with self.connection.link.in_background():  # pages that came are being put into rows
             torch.cuda.current_stream().synchronize()
