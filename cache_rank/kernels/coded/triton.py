@@ -51,6 +51,12 @@ _GATHERED_ELEMENTS = 2048
 _LEAST_MANY = 64
 """The matrix unit multiplies so many queries at a time with what is in shared memory."""
 
+_MOST_AT_ONCE = 128
+"""So many queries of a KV head are attended with at once.
+
+More do not fit registers: of 256 and `lynx`, a compiler needs minutes.
+"""
+
 _WIDE = 256
 """Queries of heads as wide as this are taken LEAST_QUERIES at a time.
 
@@ -183,7 +189,7 @@ def attend_codes(
 ) -> tuple[Tensor, Tensor]:
     """See the reference. D is a power of two, on a GPU of at least 64.
 
-    Two launches, or two for every LEAST_QUERIES queries of a KV head if heads are _WIDE.
+    Two launches for every _MOST_AT_ONCE queries of a KV head, or LEAST_QUERIES if heads are _WIDE.
     """
     of, layout = _FORMATS[type(tokens.codecs[0])], Layout.of(tokens)
     make_parameters = of.attending
@@ -218,7 +224,7 @@ def attend_codes(
         )
         return partial, log_sums
 
-    at_once = LEAST_QUERIES if layout.head_dim >= _WIDE else queries[0, :, :, 0].numel()
+    at_once = LEAST_QUERIES if layout.head_dim >= _WIDE else _MOST_AT_ONCE
     return attend_grouped(queries, layout.kv_heads, at_once, attend_part)
 
 
