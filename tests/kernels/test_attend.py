@@ -84,7 +84,7 @@ def attended(implementation: Any, step: Step, **scales: float) -> Tensor:
 
 
 def assert_same(step: Step, **scales: float) -> None:
-    tolerance = 1e-5 if step.queries.dtype == torch.float32 else 2e-2
+    tolerance = 1e-5 if step.keys.dtype == torch.float32 else 2e-2
     got, expected = (attended(each, step, **scales) for each in (triton, reference))
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 

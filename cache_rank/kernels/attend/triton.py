@@ -82,7 +82,7 @@ def attend_rows(
     assert out.is_contiguous()
     assert row_table.stride(1) == 1
     block = LAUNCH.block
-    if keys.dtype == torch.float8_e4m3fn and queries.dtype.itemsize == 2:
+    if keys.dtype == torch.float8_e4m3fn:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
         block, v_scale = 2 * block, v_scale * _OF_HALF.value
     units = requests * kv_heads

@@ -48,14 +48,14 @@ _FORMATS: dict[type, Format] = {HackCodec: HACK, LynxCodec: LYNX, QuantSpecCodec
 _GATHERED_ELEMENTS = 2048
 """A program gathers at most this many elements of keys, and as many of values."""
 
-_LEAST_MANY = 64
-"""The matrix unit multiplies so many queries at a time with what is in shared memory."""
+_LEAST_MANY, _MOST_MANY = 64, 128
+"""The matrix unit multiplies so many queries at a time with what is in shared memory.
 
-_MOST_AT_ONCE = 128
-"""So many queries of a KV head are attended with at once.
-
-More do not fit registers: of 256 and `lynx`, a compiler needs minutes.
+The sums of more than the second number do not fit registers.
 """
+
+_MOST_OF_OTHERS = 64
+"""At most so many queries of a KV head at once, in a format that has no `attend_many`."""
 
 _WIDE = 256
 """Queries of heads as wide as this are taken LEAST_QUERIES at a time.
@@ -189,7 +189,8 @@ def attend_codes(
 ) -> tuple[Tensor, Tensor]:
     """See the reference. D is a power of two, on a GPU of at least 64.
 
-    Two launches for every _MOST_AT_ONCE queries of a KV head, or LEAST_QUERIES if heads are _WIDE.
+    Two launches for every _MOST_MANY queries of a KV head, _MOST_OF_OTHERS in a format without
+    `attend_many`, LEAST_QUERIES if heads are _WIDE.
     """
     of, layout = _FORMATS[type(tokens.codecs[0])], Layout.of(tokens)
     make_parameters = of.attending
@@ -224,7 +225,9 @@ def attend_codes(
         )
         return partial, log_sums
 
-    at_once = LEAST_QUERIES if layout.head_dim >= _WIDE else _MOST_AT_ONCE
+    at_once = _MOST_OF_OTHERS if of.attend_many is None else _MOST_MANY
+    if layout.head_dim >= _WIDE:
+        at_once = LEAST_QUERIES
     return attend_grouped(queries, layout.kv_heads, at_once, attend_part)
 
 

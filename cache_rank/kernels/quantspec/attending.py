@@ -190,6 +190,8 @@ def attend_many(
     for first in tl.range(start, stop, SIZE, num_stages=STAGES):
         group = place_in_pages(pages, first, layer, head, LAYOUT) // SIZE
         words = group * SIZE * WORDS
+        # Numbers of two bytes are not copied ahead: they are on their way while keys are multiplied.
+        step, zero = _load_relative_to(value_planes, group * SIZE + token, BITS)
         codes = _load_codes(key_planes, words + at, BITS, INTERPRETED)
         logits = tl.zeros((PADDED, SIZE), tl.float32)
         for half in tl.static_range(2):
@@ -199,7 +201,6 @@ def attend_many(
             for i in tl.static_range(2):
                 key = (codes[2 * half + i] - OFFSET) * steps[i][None, :] + zeros[i][None, :]
                 logits = tl.dot(query[2 * half + i], tl.trans(key), logits)
-        step, zero = _load_relative_to(value_planes, group * SIZE + token, BITS)
         bits = tl.maximum(step, _LEAST_STEP).to(tl.int32, bitcast=True)
         exponent = ((bits >> 23) - 127).to(tl.float32)
         of_block = tl.max(logits + exponent[None, :], axis=1)
