@@ -1,21 +1,34 @@
 """A pytest plugin: what tests launch is compiled for Hopper, without a GPU, and nothing runs.
 
-So tests fail; only what a compiler refuses counts. `test_compiled.py` runs tests with it.
+So tests fail; only what a compiler refuses counts, or what takes more memory than a program may.
+`test_compiled.py` runs tests with it.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import traceback
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 LEAST_HEAD_DIM = 64
 """Some tests of the interpreter have smaller heads than any model: these may be refused."""
+
+MOST_SHARED = 227 * 1024
+"""Bytes that programs on a multiprocessor of a Hopper GPU share."""
+
+MOST_SPILLED = 4096
+"""Bytes of a thread that registers do not hold. With more a compiler has given up allocating them:
+such a kernel keeps all in memory, and one read what was not its own."""
 
 
 class Hopper:
@@ -51,12 +64,24 @@ def compile_once(
     if variant in _compiled:
         return
     try:
-        _compile(kernel, *args, grid=grid, warmup=True, **kwargs)
+        _check_memory(_compile(kernel, *args, grid=grid, warmup=True, **kwargs))
         _compiled.add(variant)
     except Exception:
         if head_dim >= LEAST_HEAD_DIM:
             sizes = {name: value for name, value in kwargs.items() if name.isupper()}
             _refused.append(f"{variant} with {sizes}\n{traceback.format_exc()}")
+
+
+def _check_memory(compiled: Any) -> None:
+    """Refuse what would not start on a GPU, or has its numbers in memory."""
+    assert compiled.metadata.shared <= MOST_SHARED, f"{compiled.metadata.shared} bytes are shared"
+    with TemporaryDirectory() as folder:
+        binary = Path(folder, "cubin")
+        binary.write_bytes(compiled.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(binary)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    spilled = max(map(int, re.findall(r"STACK:(\d+)", usage)))
+    assert spilled <= MOST_SPILLED, f"registers lack {spilled} bytes a thread"
 
 
 JITFunction.run = compile_once  # type: ignore[method-assign]

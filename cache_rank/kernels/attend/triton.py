@@ -117,7 +117,7 @@ def attend_rows(
         SPLITS=splits,
         LEAST_SHARE=LAUNCH.least_share,
         BLOCK=block,
-        EXACT=not queries.is_cuda,  # the interpreter multiplies no bfloat16
+        INTERPRETED=not queries.is_cuda,  # which multiplies no bfloat16
         num_warps=LAUNCH.warps,
         num_stages=LAUNCH.stages,
         HAS_DEPENDENTS=has_dependents(out),
@@ -182,7 +182,7 @@ def _attend(
     SPLITS: tl.constexpr,
     LEAST_SHARE: tl.constexpr,
     BLOCK: tl.constexpr,
-    EXACT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
     HAS_DEPENDENTS: tl.constexpr,
 ):
     """One program attends to a part of the tokens of one request and KV head."""
@@ -210,7 +210,7 @@ def _attend(
         # Keys are exact in float16, and of queries it keeps more bits than bfloat16 has.
         query = [(query[i].to(tl.float32) * scale).to(tl.float16) for i in (0, 1)]
         scale = 1.0
-    if EXACT:
+    if INTERPRETED:
         query = [query[i].to(tl.float32) for i in (0, 1)[:PARTS]]
     TYPE: tl.constexpr = query[0].dtype
     UNIT: tl.constexpr = _OF_HALF if PARTS == 2 else 1.0
@@ -230,7 +230,7 @@ def _attend(
         value = tl.load(values + in_pool, mask=is_token[:, None], other=0.0)
         logits = tl.zeros((QUERIES, BLOCK), tl.float32)
         for i in tl.static_range(PARTS):
-            part = tl.trans(_part(key, i, TYPE, EXACT))
+            part = tl.trans(_part(key, i, TYPE, INTERPRETED))
             logits = tl.dot(query[i], part, logits, input_precision="ieee")
         logits = tl.where(is_token[None, :], logits * UNIT * scale, -1e30)
         before, largest = largest, tl.maximum(largest, tl.max(logits, axis=1))
@@ -240,7 +240,7 @@ def _attend(
         weights = weights.to(TYPE)
         sums = [
             sums[i] * decay[:, None]
-            + tl.dot(weights, _part(value, i, TYPE, EXACT), input_precision="ieee")
+            + tl.dot(weights, _part(value, i, TYPE, INTERPRETED), input_precision="ieee")
             for i in (0, 1)[:PARTS]
         ]
     at = ((request * KV_HEADS * GROUP + query_head) * SPLITS + split).to(tl.int64)

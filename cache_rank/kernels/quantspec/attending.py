@@ -190,7 +190,7 @@ def attend_many(
     for first in tl.range(start, stop, SIZE, num_stages=STAGES):
         group = place_in_pages(pages, first, layer, head, LAYOUT) // SIZE
         words = group * SIZE * WORDS
-        # Numbers of two bytes are not copied ahead: they are on their way while keys are multiplied.
+        # Numbers of two bytes are not copied ahead: they come while keys are multiplied.
         step, zero = _load_relative_to(value_planes, group * SIZE + token, BITS)
         codes = _load_codes(key_planes, words + at, BITS, INTERPRETED)
         logits = tl.zeros((PADDED, SIZE), tl.float32)

@@ -31,6 +31,9 @@ A thread has those of eight tokens, which are in a byte of each plane.
 FEW_WORDS = 2048
 """For fewer words of a plane a program that picks has less to do."""
 
+_WORDS_OF_THREAD = 32
+"""A thread of a program that picks has at most so many words of a plane in registers."""
+
 _CHUNKS_AT_ONCE = tl.constexpr(64)
 
 _KEY_MOST = tl.constexpr(KEY_MOST)
@@ -88,6 +91,7 @@ def pick_by_logits(
     few_words = min(all_words, FEW_WORDS)
     places = triton.next_power_of_2(max(1, width - sinks - recent))
     warps = min(8, max(4, max(few_words, places) // 128))
+    warps = min(32, max(warps, all_words // _WORDS_OF_THREAD // 32))
     _pick[(requests * kv_heads,)](
         row_table,
         slots,
