@@ -26,7 +26,7 @@ LEAST_HEAD_DIM = 64
 MOST_SHARED = 227 * 1024
 """Bytes that programs on a multiprocessor of a Hopper GPU share."""
 
-MOST_SPILLED = 4096
+MOST_SPILLED = 1024
 """Bytes of a thread that registers do not hold. With more a compiler has given up allocating them:
 such a kernel keeps all in memory, and one read what was not its own."""
 

@@ -144,7 +144,8 @@ def _rotate(
     query = tl.load(queries + query_at, mask=head < GROUP, other=0.0)  # [ROWS, D]
     at = (matrix * LAYOUT.head_dim + dims)[:, None] * LAYOUT.channels + channel
     rotation = tl.load(rotations + at, mask=channel < LAYOUT.channels, other=0.0)  # [D, columns]
-    product = tl.dot(query, rotation.to(tl.float32), input_precision="ieee")
+    # In three products of TensorFloat-32: of float32, registers hold few.
+    product = tl.dot(query, rotation.to(tl.float32), input_precision="tf32x3")
     target = unit * strategies + strategy
     own = exact + target * GROUP * LAYOUT.columns
     tl.store(own + head * LAYOUT.columns + channel, product, mask=head < GROUP)
