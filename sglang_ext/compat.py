@@ -125,9 +125,10 @@ HAS_GRAMMARS_ON_CPUS = IS_NEW
 
 
 def keep_retracted_in_tensors(args: Any) -> None:
-    """Let a decode server on a CPU keep retracted requests as the old release does.
+    """Let a decode server keep retracted requests as the old release does.
 
-    The new one has a pool of pinned memory for them, which needs a GPU.
+    The new one has a pool of pinned memory for them, which needs a GPU, and of which we do not know
+    when it is filled.
     """
     if IS_NEW:
         args.disaggregation_decode_retraction_backup = "cpu_tensor"

@@ -276,6 +276,11 @@ class CacheRankFlags(ServerArgs):
         return ours and self.disaggregation_mode != "null"
 
     @property
+    def only_decodes(self) -> bool:
+        """Whether another server prefills what this one decodes."""
+        return self.disaggregation_mode == "decode"
+
+    @property
     def budget_curve(self) -> BudgetCurve:
         """How many tokens a request selects, by its length."""
         curve = BudgetCurve.given(self.sparse_budget)

@@ -24,7 +24,7 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_ext import compat, cpu, selecting
 from sglang_ext.calibration.serving import CALLS
-from sglang_ext.disaggregation.hooks import transfer_hooks
+from sglang_ext.disaggregation.hooks import TRANSFER_HOOKS
 from sglang_ext.drafts.hooks import DRAFT_HOOKS
 from sglang_ext.hook import DECODE_GRAPHS, Hook, sparse_args, verifies
 from sglang_ext.inline import starting
@@ -34,6 +34,19 @@ from sglang_ext.reports import repeat, report
 from sglang_ext.requests import serving
 from sglang_ext.requests.bodies import CACHE_RANK
 from sglang_ext.two_ranks import inference_rank, step_times
+
+REQUEST_POOLS = (
+    "sglang.srt.mem_cache.memory_pool.ReqToTokenPool",
+    "sglang.srt.disaggregation.decode.DecodeReqToTokenPool",
+)
+"""Request slots of servers that prefill, and of those that only decode."""
+
+CHOOSE_BATCH = (
+    "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
+    "sglang.srt.disaggregation.decode.SchedulerDisaggregationDecodeMixin"
+    ".get_next_disagg_decode_batch_to_run",
+)
+"""What chooses the next batch of either."""
 
 WHAT_A_CACHE_RANK_NEEDS = {GPU_MEMORY_TYPE_KV_CACHE, GPU_MEMORY_TYPE_WEIGHTS}
 """There is no cache rank while some of this memory is released.
@@ -279,23 +292,27 @@ _ALL_HOOKS = (
         before_match,
         "the prefix is matched by extra_key, right before the prefill",
     ),
-    Hook(
-        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.free",
-        HookType.BEFORE,
-        end_sequence,
-        "finish, abort, retraction and preemption all end here",
+    *(
+        Hook(
+            f"{pool}.free",
+            HookType.BEFORE,
+            end_sequence,
+            "finish, abort, retraction and preemption all end here",
+        )
+        for pool in REQUEST_POOLS
     ),
-    Hook(
-        "sglang.srt.mem_cache.memory_pool.ReqToTokenPool.clear",
-        HookType.BEFORE,
-        end_all_sequences,
-        "flush_cache ends here",
+    *(
+        Hook(f"{pool}.clear", HookType.BEFORE, end_all_sequences, "flush_cache ends here")
+        for pool in REQUEST_POOLS
     ),
-    Hook(
-        "sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",
-        HookType.BEFORE,
-        before_next_batch,
-        "the only point where batches may change and no step is being built",
+    *(
+        Hook(
+            choose_batch,
+            HookType.BEFORE,
+            before_next_batch,
+            "the only point where batches may change and no step is being built",
+        )
+        for choose_batch in CHOOSE_BATCH
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.pause_generation",
@@ -385,7 +402,7 @@ _ALL_HOOKS = (
     ),
     *PREFIX_HOOKS,
     *DRAFT_HOOKS,
-    *transfer_hooks(end_sequence),
+    *TRANSFER_HOOKS,
 )
 
 HOOKS = tuple(hook for hook in _ALL_HOOKS if hook.is_there)

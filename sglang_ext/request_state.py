@@ -46,6 +46,7 @@ def prepare_requests(requests: Sequence[Any]) -> None:
         if not hasattr(request, "cache_rank_statistics"):
             request.cache_rank_statistics = RequestStatistics()
             request.cache_rank_losses = 0
+            request.cache_rank_kv_is_gone = False
             request.cache_rank_dense_tokens = None
             request.cache_rank_dense_reasons = set()
             request.cache_rank_sparse_from = None

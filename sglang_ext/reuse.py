@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang_ext.compat import pool_state
+from sglang_ext.flags import WIRE_CODES
 from sglang_ext.request_state import asks_to_stay_dense
 
 DENSE_NAMESPACE = "cache_rank: false"
@@ -52,6 +53,9 @@ def set_namespace(request: Any, sparse_tokens: bool, weight_updates: int) -> Non
     apart = [DENSE_NAMESPACE] if sparse_tokens and asks_to_stay_dense(request) else []
     if weight_updates:
         apart.append(f"weights {weight_updates}")
+    custom = request.sampling_params.custom_params
+    if isinstance(custom, dict) and WIRE_CODES in custom:  # each rounds its own way
+        apart.append(f"{WIRE_CODES} {custom[WIRE_CODES]}")
     before = getattr(request, "cache_rank_namespace", "")
     key = (request.extra_key or "").removeprefix(before)
     namespace = f"{_NAMESPACE}{', '.join(apart)}] " if apart or key.startswith(_NAMESPACE) else ""

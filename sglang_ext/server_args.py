@@ -172,6 +172,7 @@ class CacheRankServerArgs(CacheRankFlags):
         if not self.on_gpu:
             # It records an event of a GPU.
             os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
+        if self.has_cache_rank or not self.on_gpu:
             compat.keep_retracted_in_tensors(self)
 
     def _set_for_drafts(self) -> None:

@@ -53,6 +53,7 @@ class Arrival:
         rows: Tensor,
         after: Sequence[Any],
         write_beside: Callable[[Tensor], None],
+        look_up_peer: Callable[[], tuple[str, int] | None],
     ) -> None:
         """Connect and receive in the background.
 
@@ -60,11 +61,13 @@ class Arrival:
             rows: (n,) int64 pool rows of the tokens, on the host.
             after: on a GPU, events after which nothing else writes to these rows.
             write_beside: called with the rows, on the device, when they have K and V.
+            look_up_peer: asks where the peer is now, on a thread, if nobody is there.
         """
         self.failure: str | None = None
         self.metadata: bytes | None = None
         self._pool, self._pages, self._write_beside = pool, pages, write_beside
         self._secret, self._hello, self._after = secret, hello, after
+        self._look_up_peer = look_up_peer
         self._rows_on_host = rows
         self._rows: Tensor | None = None
         self._placed = 0
@@ -173,7 +176,7 @@ class Arrival:
         wire = None
         try:
             self._pool.enter_thread()
-            wire = Wire(socket.create_connection(peer, SILENCE_SECONDS))
+            wire = Wire(self._connect(peer))
             wire.greet(self._secret, self._hello)
             with self._lock:
                 self._wire = wire
@@ -186,6 +189,16 @@ class Arrival:
         finally:
             if wire is not None:
                 wire.close()
+
+    def _connect(self, peer: tuple[str, int]) -> socket.socket:
+        """Connect; a prefill server that has been started again listens on another port."""
+        try:
+            return socket.create_connection(peer, SILENCE_SECONDS)
+        except OSError:
+            now = self._look_up_peer()
+            if now is None or now == peer:
+                raise
+            return socket.create_connection(now, SILENCE_SECONDS)
 
     def _receive_all(self, wire: Wire) -> None:
         most = PAGE_TOKENS * self._pool.token_bytes

@@ -219,18 +219,19 @@ class CodedKVReceiver(CommonKVReceiver):
         if self.bootstrap_infos is None:
             self._fail("its prefill server is not known")
             return
-        manager, peer = self.kv_mgr, self.bootstrap_infos[0]
+        manager = self.kv_mgr
         self._metadata_index = aux_index
         self.init_time = time.time()
         self._arrival = Arrival(
             manager.pool,
             manager.pages,
-            (peer["rank_ip"], int(peer["rank_port"])),
+            self._peer(),
             manager.secret,
             manager.hello(self.bootstrap_room, len(kv_indices)),
             torch.from_numpy(kv_indices.astype(np.int64)),
             manager.after_forward_passes(),
             manager.sketch,
+            self._look_up_peer,
         )
 
     def poll(self) -> int:
@@ -269,6 +270,21 @@ class CodedKVReceiver(CommonKVReceiver):
             self._arrival.fail("aborted")
         else:
             self._fail("aborted")
+
+    def _peer(self) -> tuple[str, int]:
+        return self.bootstrap_infos[0]["rank_ip"], int(self.bootstrap_infos[0]["rank_port"])
+
+    def _look_up_peer(self) -> tuple[str, int] | None:
+        """Ask the bootstrap server where the prefill server listens now, for later requests, too.
+
+        What is known of it stays in its place: the scheduler may be about to read it.
+        """
+        ranks = self.target_cp_ranks[0], self.target_tp_ranks[0], self.target_pp_ranks[0]
+        now = self._get_bootstrap_info_from_server(self.prefill_dp_rank, *ranks)
+        if now is None:
+            return None
+        self.bootstrap_infos[0].update(rank_ip=now["rank_ip"], rank_port=now["rank_port"])
+        return self._peer()
 
     def _register_kv_args(self) -> bool:
         """Each connection says for itself what the new release would register beforehand."""

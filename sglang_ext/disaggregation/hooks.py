@@ -1,15 +1,29 @@
-"""The hooks of SGLang's disaggregation: our transfer backend, and the requests that it serves."""
+"""The hooks of SGLang's disaggregation: our transfer backend, and the requests that it serves.
+
+A server that only decodes copies retracted requests to the host, and brings them back from there.
+What has left its pool with `--inference-kv working-set` only the cache rank has, in codes, and a
+retracted request of which that is so ends with an error.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
+from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.plugins.hook_registry import HookType
 
 from sglang_ext import compat
 from sglang_ext.flags import TRANSFERS, WIRE_CODES
 from sglang_ext.hook import Hook
+from sglang_ext.two_ranks import inference_rank
+
+GONE = (
+    "this request would have to be prefilled again, because its cache rank was lost or the KV pool "
+    "was full, and this server only decodes; ask again"
+)
+"""What the client of a request reads whose K and V are gone."""
 
 _QUEUES = {
     "prefill": "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue",
@@ -51,40 +65,88 @@ def sketch_resumed(resumed: list[Any], queue: Any, *_: Any, **__: Any) -> None:
         queue.kv_manager.sketch(rows.long())
 
 
-def transfer_hooks(end_sequence: Callable[..., None]) -> tuple[Hook, ...]:
-    """The hooks; a slot of a decode server's requests is freed by a class of its own."""
-    return (
+def keep_retracted(original: Callable[..., None], request: Any, *args: Any, **kwargs: Any) -> None:
+    """Copy a request that is retracted to the host, unless the pool has not all of it any more."""
+    request.cache_rank_kv_is_gone = _has_left_the_pool(request)
+    if not request.cache_rank_kv_is_gone:
+        original(request, *args, **kwargs)
+
+
+def end_what_is_gone(
+    original: Callable[..., None],
+    queue: Any,
+    request: Any,
+    is_retracted: bool = False,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """End a retracted request that nobody can bring back, instead of queueing it."""
+    if not (is_retracted and getattr(request, "cache_rank_kv_is_gone", False)):
+        return original(queue, request, is_retracted, *args, **kwargs)
+    prepare_abort(request, GONE, HTTPStatus.SERVICE_UNAVAILABLE)
+    queue.scheduler.output_streamer.stream_output([request], request.return_logprob)
+
+
+def retract_whole_ones(order: list[int], requests: list[Any], *_: Any, **__: Any) -> list[int]:
+    """Let SGLang, which retracts from the end, first retract requests that it can bring back.
+
+    The others have few rows to give.
+    """
+    return sorted(order, key=lambda index: not _has_left_the_pool(requests[index]))
+
+
+def _has_left_the_pool(request: Any) -> bool:
+    """Whether tokens of a request were evicted from the pool of a server that only decodes."""
+    rank = inference_rank.current()
+    if rank is None or rank.eviction is None or not rank.args.only_decodes:
+        return False
+    return bool(compat.pool_state(request).cache_protected_len)
+
+
+TRANSFER_HOOKS = (
+    Hook(
+        "sglang.srt.disaggregation.utils.get_kv_class",
+        HookType.AROUND,
+        class_of_backend,
+        "it knows the classes of SGLang's backends only",
+    ),
+    *(
         Hook(
-            "sglang.srt.disaggregation.utils.get_kv_class",
-            HookType.AROUND,
-            class_of_backend,
-            "it knows the classes of SGLang's backends only",
-        ),
-        *(
-            Hook(
-                f"{queue}._init_kv_manager",
-                HookType.AFTER,
-                attach_pool,
-                "codes are made of tensors, and SGLang hands out addresses",
-            )
-            for queue in _QUEUES.values()
-        ),
-        Hook(
-            f"{_QUEUES['prefill']}.create_sender",
+            f"{queue}._init_kv_manager",
             HookType.AFTER,
-            choose_codes,
-            "a sender is not told its request",
-        ),
-        Hook(
-            f"{_QUEUES['decode']}.resume_retracted_reqs",
-            HookType.AFTER,
-            sketch_resumed,
-            "K and V come back from the host to other rows",
-        ),
-        Hook(
-            "sglang.srt.disaggregation.decode.DecodeReqToTokenPool.free",
-            HookType.BEFORE,
-            end_sequence,
-            "the request slots of a decode server are a class of their own",
-        ),
-    )
+            attach_pool,
+            "codes are made of tensors, and SGLang hands out addresses",
+        )
+        for queue in _QUEUES.values()
+    ),
+    Hook(
+        f"{_QUEUES['prefill']}.create_sender",
+        HookType.AFTER,
+        choose_codes,
+        "a sender is not told its request",
+    ),
+    Hook(
+        f"{_QUEUES['decode']}.resume_retracted_reqs",
+        HookType.AFTER,
+        sketch_resumed,
+        "K and V come back from the host to other rows",
+    ),
+    Hook(
+        f"{_QUEUES['decode']}.add",
+        HookType.AROUND,
+        end_what_is_gone,
+        "what is retracted waits there to come back",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.Req.offload_kv_cache",
+        HookType.AROUND,
+        keep_retracted,
+        "it copies what a retracted request has in the pool",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch._get_decode_retraction_order",
+        HookType.AFTER,
+        retract_whole_ones,
+        "chooses whom to retract when the pool is full",
+    ),
+)

@@ -54,9 +54,6 @@ SPARSE_DECODE_FLAGS = {
 
 EXCHANGE_FLAGS = {
     "--tp-size --pp-size --dp-size --nnodes": "a model is served by one GPU of one machine yet",
-    "--disaggregation-mode": (
-        "requests that lose a cache rank are prefilled again, by the server that decodes them"
-    ),
     "--radix-cache-backend --enable-hierarchical-cache --enable-lmcache --enable-flexkv "
     "--enable-session-radix-cache --enable-unified-cache-external-linker": (
         "only SGLang's own radix cache, in the KV pool, is told what was computed densely"
@@ -150,6 +147,8 @@ def sparse_decode(args: CacheRankFlags) -> Iterator[Objection]:
 def exchange(args: CacheRankFlags) -> Iterator[Objection]:
     """Object to what a cache rank that has a process of its own does not allow."""
     yield from of_flags(args, EXCHANGE_FLAGS)
+    if args.disaggregation_mode != "null":
+        yield from _half(args)
     if args.kv_cache_dtype not in ("auto", "bf16", "bfloat16"):
         yield Objection("--kv-cache-dtype", "the KV pool must have the model's dtype")
     if args.page_size not in (None, 1):
@@ -247,6 +246,18 @@ def transfers(args: CacheRankFlags) -> Iterator[Objection]:
         RateLimit.of_environment()
     except ValueError as error:
         raise UnsupportedError(f"{error}. Both servers are given the same.") from error
+
+
+def _half(args: CacheRankFlags) -> Iterator[Objection]:
+    """Object to halves of a disaggregation that cannot have a cache rank."""
+    if not args.only_decodes:
+        why = "a server that only prefills selects nothing"
+        yield Objection("--disaggregation-mode", why, "drop --cache-rank-gpus")
+    if not args.transfers_codes:
+        why = "beside a cache rank, K and V come only by our transfers"
+        remedy = f"pass --disaggregation-transfer-backend {TRANSFERS}, or {PLAIN}"
+        yield Objection("--disaggregation-transfer-backend", why, remedy)
+    yield from of_flags(args, {"--reuse-sparse-tokens": "what only decodes has no radix cache"})
 
 
 def _drafts(args: CacheRankFlags) -> Iterator[Objection]:

@@ -132,7 +132,7 @@ class InferenceRank:
 
         SGLang's radix cache takes what was computed densely, which inexact tokens were not.
         """
-        if self.lifecycle.prompts is None:
+        if self.lifecycle.prompts is None or self.args.only_decodes:
             return
         is_exact = FORMATS[self.config.kv_residency].lossless
         may_be_inexact = self.eviction is not None or self.args.reuse_sparse_tokens == "on"
@@ -278,7 +278,8 @@ class InferenceRank:
 
     def on_request_freed(self, request: Any) -> None:
         """End the sequence of a request whose slot SGLang takes back."""
-        reuse.forget(request)
+        if not self.args.only_decodes:  # else it comes back as it is
+            reuse.forget(request)
         row = compat.pool_state(request).req_pool_idx
         self.table.forget(row)
         sequence = self.lifecycle.end(row)

@@ -3,7 +3,9 @@
 With `--inference-kv full` requests go on dense at once. With `working-set` the K and V of sparse
 requests are gone with the cache rank: they are retracted from the batch and computed again. So are,
 in either mode, requests that made a step without the answers that it waits for: the steps under way
-are let go, and what they say of these requests is not used.
+are let go, and what they say of these requests is not used. On a server that only decodes, SGLang
+brings retracted requests back as they were before these steps. Those of which the pool has not all
+K and V end with an error; see disaggregation/hooks.py.
 
 The result of the step that failed is still to be processed when requests are retracted, in the same
 turn of SGLang's event loop, and is skipped for them. They must not be admitted again before, so
@@ -189,7 +191,7 @@ class CacheRankClient:
         for index, request in enumerate(running_batch.reqs):
             if request in orphans and not request.finished():
                 compat.release_request(running_batch, index, scheduler.server_args)
-                self._queue_later(request)
+                self._queue_later(scheduler, request)
             else:
                 staying.append(index)
         running_batch.filter_batch(keep_indices=staying)
@@ -201,23 +203,35 @@ class CacheRankClient:
         for request in left:
             self._orphans.remove(request)
             compat.release_left(request, scheduler)
-            self._queue_later(request)
+            self._queue_later(scheduler, request)
 
     def abort_retracted(self, scheduler: Any, abort: Callable[[], None]) -> None:
         """Let an abort find the requests that are to be queued a turn later."""
         waiting, self.to_queue = self.to_queue, []
-        scheduler.waiting_queue.extend(waiting)
+        _retracted_queue(scheduler).extend(waiting)
         abort()
+        left = _retracted_queue(scheduler)
         for request in waiting:
-            if request in scheduler.waiting_queue:
-                scheduler.waiting_queue.remove(request)
+            if request in left:
+                left.remove(request)
                 self.to_queue.append(request)
 
-    def _queue_later(self, request: Any) -> None:
+    def _queue_later(self, scheduler: Any, request: Any) -> None:
+        if request.cache_rank_kv_is_gone:  # it ends here
+            scheduler._add_request_to_queue(request, is_retracted=True)
+            return
         request.cache_rank_statistics.retractions += 1
         self.retractions += 1
         self._metrics.series.add("retractions", 1)
         self.to_queue.append(request)
+
+
+def _retracted_queue(scheduler: Any) -> list[Any]:
+    """Where SGLang looks for retracted requests; on a decode server they hold no slot there."""
+    only_decodes = scheduler.server_args.disaggregation_mode == "decode"
+    holder = scheduler.disagg_decode_prealloc_queue if only_decodes else scheduler
+    queue: list[Any] = holder.retracted_queue if only_decodes else holder.waiting_queue
+    return queue
 
 
 def _has_left(request: Any, running_batch: Any) -> bool:

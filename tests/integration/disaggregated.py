@@ -20,9 +20,13 @@ class Half(Server):
     """A server that prefills, or decodes what others have prefilled."""
 
     def __init__(
-        self, mode: str, flags: Sequence[str], environment: dict[str, str] | None = None
+        self,
+        mode: str,
+        flags: Sequence[str],
+        environment: dict[str, str] | None = None,
+        bootstrap_port: int | None = None,
     ) -> None:
-        self.bootstrap_port = free_port()
+        self.bootstrap_port = bootstrap_port or free_port()
         given = ["--disaggregation-mode", mode, "--disaggregation-transfer-backend", TRANSFERS]
         given += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
         super().__init__([*given, *flags], SECRET | (environment or {}))

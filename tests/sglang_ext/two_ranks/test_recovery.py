@@ -42,7 +42,7 @@ class Requests:
         )
 
     def _request(self, name: str) -> Any:
-        request = Mock(cache_rank_losses=0, is_retracted=False)
+        request = Mock(cache_rank_losses=0, is_retracted=False, cache_rank_kv_is_gone=False)
         request.name, request.cache_rank_statistics = name, RequestStatistics()
         request.finished.return_value = False
         return request
@@ -167,14 +167,35 @@ def test_messages_are_sent_while_the_cache_rank_is_up() -> None:
     batch_of.exchange.connection.control.send.assert_called_once()
 
 
-def test_an_abort_finds_requests_that_are_queued_a_turn_later() -> None:
+@pytest.mark.parametrize(("mode", "queue"), [("null", "waiting"), ("decode", "retracted")])
+def test_an_abort_finds_requests_that_are_queued_a_turn_later(mode: str, queue: str) -> None:
+    """On a decode server requests of the waiting queue have a slot, which an abort frees."""
     client = Requests().client
     queued, aborted, kept = "queued", "aborted", "kept"
     client.to_queue = [aborted, kept]
-    scheduler = SimpleNamespace(waiting_queue=[queued])
-    client.abort_retracted(scheduler, lambda: scheduler.waiting_queue.remove(aborted))
-    assert scheduler.waiting_queue == [queued]
+    queues = SimpleNamespace(waiting_queue=["other"], retracted_queue=["other"])
+    setattr(queues, f"{queue}_queue", [queued])
+    queues.server_args = SimpleNamespace(disaggregation_mode=mode)
+    queues.disagg_decode_prealloc_queue = queues
+
+    def abort() -> None:  # as SGLang, which makes a new list of one of them
+        found = getattr(queues, f"{queue}_queue")
+        setattr(queues, f"{queue}_queue", [each for each in found if each != aborted])
+
+    client.abort_retracted(queues, abort)
+    assert sorted([*queues.waiting_queue, *queues.retracted_queue]) == ["other", queued]
     assert client.to_queue == [kept]
+
+
+def test_an_orphan_whose_k_and_v_are_gone_ends_at_once() -> None:
+    """SGLang's queue is told, which ends it; see `end_what_is_gone`."""
+    batch_of, scheduler = Requests(Phase.SPARSE), Mock()
+    batch_of.lose()
+    (request,) = batch_of.requests
+    request.cache_rank_kv_is_gone = True
+    batch_of.client.retract_orphans(scheduler, batch_of.batch(request))
+    scheduler._add_request_to_queue.assert_called_once_with(request, is_retracted=True)
+    assert (batch_of.client.to_queue, batch_of.client.retractions) == ([], 0)
 
 
 # What SGLang tells an inference rank.
