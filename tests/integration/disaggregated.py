@@ -45,3 +45,14 @@ def ask_both(
         firsts = [each["output_ids"] for each in prefilled.result()]
     assert [each["output_ids"][:1] for each in answers] == firsts
     return answers
+
+
+def body_for_both(prefill: Half, prompt: Sequence[int], count: int) -> dict[str, Any]:
+    """What both servers are asked for one request."""
+    sampling = {"max_new_tokens": count, "temperature": 0, "ignore_eos": True}
+    meeting: dict[str, Any] = {
+        "bootstrap_host": "127.0.0.1",
+        "bootstrap_port": prefill.bootstrap_port,
+    }
+    meeting["bootstrap_room"] = next(_rooms)
+    return {"input_ids": list(prompt), "sampling_params": sampling, **meeting}

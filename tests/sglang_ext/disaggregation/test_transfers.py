@@ -6,6 +6,7 @@ import contextlib
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -52,6 +53,8 @@ class Servers:
         self.listener.why_not = lambda hello: None
         self.link = Link()
         self.written: list[Tensor] = []
+        self.peer = self.listener.address, self.listener.port
+        self.asked_again: deque[tuple[str, int] | None] = deque()
 
     def begin(
         self, room: int, rows: Tensor, codes: str = "bf16", secret: bytes = SECRET
@@ -68,10 +71,9 @@ class Servers:
 
     def arrive(self, room: int, rows: Tensor, secret: bytes = SECRET) -> Arrival:
         hello = Hello(room, len(rows), self.decode.shape, [16, 32])
-        peer = self.listener.address, self.listener.port
         after: list[object] = []
-        beside = self.written.append
-        return Arrival(self.decode, self.pages[1], peer, secret, hello, rows, after, beside)
+        others = after, self.written.append, self.asked_again.popleft
+        return Arrival(self.decode, self.pages[1], self.peer, secret, hello, rows, *others)
 
 
 @pytest.fixture
@@ -228,6 +230,24 @@ def test_a_prefill_server_that_does_not_know_the_secret_is_refused() -> None:
     hello = Hello(1, 2, make_pool(0).shape, [])
     with pytest.raises(WireError, match=f"does not know our {SECRET_VARIABLE}"):
         honest.greet(SECRET, hello)
+
+
+def test_a_prefill_server_that_is_started_again_is_found(servers: Servers) -> None:
+    """It is looked up once, and where it was, if it is not found or not there either."""
+    now = servers.peer
+    with socket.create_server(("127.0.0.1", 0)) as before:
+        servers.peer = before.getsockname()
+    servers.asked_again.append(now)
+    rows = draw_rows(300, 3)
+    departure, arrival = servers.begin(1, rows)
+    departure.send(rows, [], METADATA)
+    ends(arrival, "here")
+    for found in (None, servers.peer):
+        servers.asked_again.append(found)
+        arrival = servers.arrive(2, rows)
+        ends(arrival, "failed")
+        assert "refused" in str(arrival.failure)
+        assert not servers.asked_again
 
 
 def test_a_refusal_says_why(servers: Servers) -> None:
