@@ -191,9 +191,19 @@ def test_both_halves_need_a_secret_and_our_transfers(
         refuse(args, servers.transfers(args))
     monkeypatch.setenv(SECRET_VARIABLE, "x" * 16)
     assert [*servers.transfers(args), *servers.inline(args)] == []
-    check(make(**half), servers.exchange, "--disaggregation-mode")
     others = {**half, "cache_rank_gpus": None, "disaggregation_transfer_backend": "nixl"}
     check(make(**others), servers.inline, "--disaggregation-transfer-backend")
+
+
+def test_a_pair_may_decode_what_comes_by_our_transfers(make: Make) -> None:
+    half = {"disaggregation_mode": "decode", "disaggregation_transfer_backend": TRANSFERS}
+    for inference_kv in ("full", "working-set"):
+        assert [*servers.exchange(make(**half, inference_kv=inference_kv))] == []
+    prefills = make(**{**half, "disaggregation_mode": "prefill"})
+    check(prefills, servers.exchange, "--disaggregation-mode")
+    others = make(**{**half, "disaggregation_transfer_backend": "nixl"})
+    check(others, servers.exchange, "--disaggregation-transfer-backend")
+    check(make(**half, reuse_sparse_tokens="on"), servers.exchange, "--reuse-sparse-tokens")
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,7 @@ CALLED = {
     "server_args.ServerArgs.from_cli_args": "args",
     "server_args.add_attention_backend_choices": "",
     "disaggregation.common.conn.KVTransferError": "bootstrap_room failure_reason",
+    "disaggregation.utils.prepare_abort": "req error_message status_code",
     "utils.kill_process_tree": "parent_pid include_parent",
     "arg_groups.arg_utils.add_cli_args_from_dataclass": "parser cls fields",
     "configs.hybrid_arch.mambaish_config": "",
@@ -148,15 +149,16 @@ ATTRIBUTES = {
         "server_args server_socket waiting_timeout"
     ),
     "disaggregation.common.conn.CommonKVReceiver": (
-        "abort abort_notified bootstrap_addr bootstrap_infos bootstrap_room clear conclude_state "
-        "failure_exception init_time kv_mgr poll send_metadata"
+        "_get_bootstrap_info_from_server abort abort_notified bootstrap_addr bootstrap_infos "
+        "bootstrap_room clear conclude_state failure_exception init_time kv_mgr poll "
+        "prefill_dp_rank send_metadata target_cp_ranks target_pp_ranks target_tp_ranks"
     ),
     "disaggregation.common.conn.CommonKVSender": (
         "_transfer_metric abort aux_index bootstrap_room clear conclude_state failure_exception "
         "get_transfer_metric init kv_mgr poll pop_decode_prefix_len send"
     ),
     "disaggregation.decode.DecodePreallocQueue": (
-        "kv_manager req_to_token_pool scheduler token_to_kv_pool transfer_backend"
+        "kv_manager req_to_token_pool retracted_queue scheduler token_to_kv_pool transfer_backend"
     ),
     "disaggregation.prefill.PrefillBootstrapQueue": "scheduler token_to_kv_pool transfer_backend",
     "configs.model_config.AttentionArch": "MLA",
