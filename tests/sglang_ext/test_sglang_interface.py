@@ -32,6 +32,9 @@ BATCH = "model_executor.forward_batch_info.ForwardBatch"
 
 HOOKED_PARAMETERS = {
     "fork_processes": "",
+    "keep_retracted": "self",
+    "end_what_is_gone": "self req is_retracted",
+    "retract_whole_ones": "reqs",
     "add_reserve_rows": "self",
     "describe_rows_of_the_allocator": "self",
     "add_dense_store": "self",
