@@ -6,6 +6,7 @@ come first. Tests of kernels need no package but cache_rank, so that nothing els
 a test asks for it.
 """
 
+import functools
 import importlib
 import logging
 import os
@@ -33,7 +34,7 @@ if not torch.cuda.is_available() and "KERNELS_ARE_COMPILED" not in os.environ:
         importlib.import_module(f"cache_rank.kernels.{kernel.parent.name}.triton")
     importlib.import_module("scripts.baselines.kernels")
     del os.environ["TRITON_INTERPRET"]
-    serving.start_process = warm_start.Process
+    serving.start_process = functools.partial(warm_start.start, serving.start_process)
 
 
 settings.register_profile("default", max_examples=10, deadline=None, derandomize=True)

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,17 @@ IMPORTED = (
     "sglang.srt.managers.detokenizer_manager",
     "sglang.srt.managers.scheduler",
 )
+
+READ_AT_IMPORT = {"SGLANG_TEST_RETRACT", "SGLANG_TEST_RETRACT_INTERVAL"}
+"""SGLang reads these variables when it is imported: a copy would not heed them."""
+
+
+def start(
+    start_process: Callable[..., Any], command: list[str], log: Path, environment: dict[str, str]
+) -> Any:
+    """Start a copy, or, for what only a process of its own heeds, such a process."""
+    is_copy = READ_AT_IMPORT.isdisjoint(environment)
+    return (Process if is_copy else start_process)(command, log, environment)
 
 
 class Process:

@@ -176,6 +176,7 @@ def test_nothing_is_left_behind(inference_kv: str, random_model: Callable[..., P
     with serve(arguments, environment) as server:
         free = server.cache_rank()["pool_free_tokens"]
         trace = run_trace(server, OPERATIONS_A_LOSS)
+        assert "Testing retraction." in server.log.read_text(errors="replace")
         if inference_kv == "working-set":  # SGLang counts nothing of it for retracted requests
             assert server.cache_rank()["tokens_restored"] > 0
         else:
