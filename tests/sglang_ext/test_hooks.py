@@ -14,6 +14,7 @@ from sglang_ext import compat, hooks, plugin, pool_hooks, processes
 from sglang_ext import hook as hook_module
 from sglang_ext.hook import Hook
 from sglang_ext.hooks import HOOKS
+from sglang_ext.memory import SHIPPED_TOKENS
 from sglang_ext.refusals import UnsupportedError
 from sglang_ext.server_args import BUNDLED_MODEL, CacheRankServerArgs
 from sglang_ext.two_ranks import inference_rank
@@ -157,7 +158,8 @@ def test_a_cache_rank_puts_its_reserve_behind_the_pool_whose_size_stays(
     staged = 3 * 2 * (4 + 2 * 2) * 8 * 4  # q, k and v of three requests in the two sparse layers
     entering = 3 * 2 * 2 * args.max_swap_tokens * (2 * 8 * 4 + 4)  # K, V and slots
     encoded = 1280 * 2 * row.nbytes  # five pages have, as codes, no more bytes than 512 tokens
-    taken = reserve * 3 * row.nbytes + staged + entering + encoded
+    shipped = SHIPPED_TOKENS * 2 * row.nbytes
+    taken = reserve * 3 * row.nbytes + staged + entering + encoded + shipped
     left_for_headers = 10_000_000 - taken - left
     assert 0 < left_for_headers < 1000
 

@@ -61,6 +61,7 @@ ARGS: Any = SimpleNamespace(
     kv_residency="bf16",
     disable_radix_cache=True,
     max_sparse_requests=2,
+    only_decodes=False,
     served_model_name="model",
     sink_tokens=2,
     budget_curve=BudgetCurve.flat(8),
