@@ -33,7 +33,7 @@ from cache_rank.residency import FORMATS, bytes_per_token
 from cache_rank.residency.coded import CodedResidency
 from scripts.formats.quality import Quality, compare
 from scripts.formats.synthetic import synthetic_sample
-from scripts.shared.command import command_line, make_parser, run
+from scripts.shared.command import UsageError, command_line, explained, make_parser, run
 from scripts.shared.machine import describe, visible_gpus
 from scripts.shared.recordings import Recorded, read_recording
 from scripts.shared.report import number, provenance, table_of, write_report
@@ -98,12 +98,12 @@ def config_for(sample: Recorded, budget: int) -> CacheRankConfig:
     layers, kv_heads, tokens, head_dim = sample.keys.shape
     (dtype,) = (name for name, dtype in DTYPES.items() if dtype == sample.keys.dtype)
     model = ModelShape(layers, sample.queries.shape[2], kv_heads, head_dim, dtype, head_dim**-0.5)
-    config = CacheRankConfig(
+    config = explained(CacheRankConfig)(
         model, layers_per_group=layers, sparse_budget=budget, kv_residency="bf16", max_rows=1
     )
     candidates = len(config.candidates_after(sample.prompt - 1))
     if sample.prompt <= PAGE_TOKENS or candidates <= budget:
-        raise ValueError(f"{tokens} tokens are too few: compare on more, or with a smaller budget")
+        raise UsageError(f"{tokens} tokens are too few: compare on more, or with a smaller budget")
     return config
 
 

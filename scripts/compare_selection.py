@@ -32,7 +32,7 @@ from cache_rank.protocol import DownMessage, Row, UpMessage
 from cache_rank.selector import Selector
 from scripts.accuracy.pointer_chase import make_chain
 from scripts.formats.quality import measure_recall
-from scripts.shared.command import make_parser, run
+from scripts.shared.command import UsageError, make_parser, run
 from scripts.shared.models import BUNDLED_FOLDER
 from scripts.shared.recordings import Recorded, read_recording
 from scripts.shared.report import number, table_of
@@ -118,7 +118,7 @@ def measure(config: CacheRankConfig, sequences: list[Recorded]) -> dict[str, flo
     """Means over the steps of all sequences, and the bytes of answers."""
     steps = [step for recorded in sequences for step in replay(config, recorded)]
     if not steps:
-        raise ValueError("the recording has no step whose selection was complete")
+        raise UsageError("the recording has no step whose selection was complete")
     model = config.model
     token_bytes = 2 * model.head_dim * model.torch_dtype.itemsize
     recall, attention, entering, _ = map(float, np.mean(steps, axis=0))

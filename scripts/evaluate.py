@@ -21,7 +21,7 @@ import numpy as np
 
 from scripts.accuracy.pointer_chase import Grade, Problem, make_chain
 from scripts.shared import comparison, statistics
-from scripts.shared.command import make_parser, run
+from scripts.shared.command import UsageError, make_parser, run
 from scripts.shared.comparison import Load, Run
 from scripts.shared.models import BUNDLED
 from scripts.shared.report import percent, table_of, write_report
@@ -43,7 +43,7 @@ by its name."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; ValueError if it is wrong."""
+    """The command line; UsageError if it is wrong."""
     parser = make_parser("evaluate", __doc__)
     comparison.add_options(
         parser, BUNDLED, (DENSE, *DECODE_MODES, INLINE, CACHE_RANK), (16, 32, 64), SETTINGS
@@ -53,10 +53,10 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--chains", type=int, default=64, help="default: %(default)s")
     add("--base-url", help="a server that runs already: dense decoding, and one system's name")
     options = comparison.read_options(parser, argv, SETTINGS)
-    if options.chains < 2:
-        raise ValueError("--chains must be at least 2: an interval needs several chains")
+    if options.chains < 2 or options.hops < 1:
+        raise UsageError("--chains must be at least 2 for an interval, and --hops at least 1")
     if options.base_url and len(set(options.systems) - {DENSE}) * len(options.budgets) > 1:
-        raise ValueError(
+        raise UsageError(
             "--base-url serves one system: name one beside dense, with one of --budgets"
         )
     return options

@@ -50,7 +50,7 @@ class Confirmed(msgspec.Struct):
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; ValueError if the model is not there."""
+    """The command line; UsageError if the model is not there."""
     parser = make_parser("profile_drafts", __doc__)
     add = parser.add_argument
     add("--model", default="smollm2", help="a fetched model or a folder; default: %(default)s")

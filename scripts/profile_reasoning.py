@@ -27,7 +27,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from scripts.shared.command import explained, make_parser, run
+from scripts.shared.command import UsageError, make_parser, run
 from scripts.shared.comparison import GRAPH_BATCHES
 from scripts.shared.models import model_config
 from scripts.shared.report import number, percent, table_of
@@ -54,20 +54,20 @@ COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, with its jobs; ValueError if it is wrong."""
+    """The command line, with its jobs; UsageError if it is wrong."""
     parser = make_parser("profile_reasoning", __doc__)
     serving.add_engine_options(parser, budget=None)
     add = parser.add_argument
-    add("--loads", nargs="+", type=explained(Load.parse), required=True,
+    add("--loads", nargs="+", type=Load.parse, required=True,
         help="STREAMSxPROMPT+ANSWER")  # fmt: skip
     add("--servers", type=int, default=1, help="side by side, on as many GPUs: a system that takes "
         "two GPUs has half as many. A request goes to the one that has fewest")  # fmt: skip
     add("--rounds", type=int, default=1, help="requests of a stream, one after the other")
     options = parser.parse_args(argv)
     if min(options.servers, options.rounds) < 1:
-        raise ValueError("--servers and --rounds must be at least 1")
+        raise UsageError("--servers and --rounds must be at least 1")
     if any(label.startswith("floor") for label in options.systems):
-        raise ValueError("floor answers no requests")
+        raise UsageError("floor answers no requests")
     options.jobs = [job_of(label, options) for label in options.systems]
     return options
 

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from scripts.shared import machine
-from scripts.shared.command import explained, make_parser, run
+from scripts.shared.command import UsageError, make_parser, run
 from scripts.shared.report import number, table_of
 from scripts.speed.bench import Measurement, measure_shape
 from scripts.speed.serving import Job, Results, Shape, add_engine_options, make_job, measure_all
@@ -33,11 +33,11 @@ medians; all systems are measured from the same stream of tokens."""
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, with jobs and what OUT holds already; ValueError if it is wrong."""
+    """The command line, with jobs and what OUT holds already; UsageError if it is wrong."""
     parser = make_parser("profile_tpot", __doc__)
     add_engine_options(parser, budget=2048)
     add = parser.add_argument
-    add("--shapes", nargs="+", type=explained(Shape.parse), required=True, help="BATCHxCONTEXT")
+    add("--shapes", nargs="+", type=Shape.parse, required=True, help="BATCHxCONTEXT")
     add("--resume", action="store_true", help="keep what OUT holds and measure the rest")
     options = parser.parse_args(argv)
     options.jobs = [make_job(label, options.shapes, options) for label in options.systems]
@@ -48,10 +48,10 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     results.conditions = conditions(options, results.machine)
     earlier = read_results(options.out)
     if earlier.measurements and not options.resume:
-        raise ValueError(f"{options.out} has results: pass --resume, or another --out")
+        raise UsageError(f"{options.out} has results: pass --resume, or another --out")
     if earlier.measurements:
         if (then := earlier.conditions) != (now := results.conditions):
-            raise ValueError(
+            raise UsageError(
                 f"{options.out} was measured with {then}, not {now}: pass another --out"
             )
         options.results = earlier

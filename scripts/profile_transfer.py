@@ -28,7 +28,7 @@ import msgspec
 
 from cache_rank.channels.rate import LINK_GBPS_VARIABLE
 from scripts.shared import machine
-from scripts.shared.command import make_parser, run
+from scripts.shared.command import UsageError, make_parser, run
 from scripts.shared.models import model_config
 from scripts.shared.report import number, table_of
 from scripts.shared.serving import Client, Server, free_port
@@ -57,7 +57,7 @@ class Measurement(serving.Measurement, kw_only=True):
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, with jobs; ValueError if it is wrong."""
+    """The command line, with jobs; UsageError if it is wrong."""
     parser = make_parser("profile_transfer", __doc__)
     serving.add_engine_options(parser, budget=None)
     add = parser.add_argument
@@ -71,12 +71,12 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     numbers = [options.prompt, options.answer - 1, options.requests, *options.rates]
     numbers += [] if options.link_gbps is None else [options.link_gbps]
     if min(numbers) <= 0:
-        raise ValueError("--answer must be at least 2, and all other numbers positive")
+        raise UsageError("--answer must be at least 2, and all other numbers positive")
     shape = [Shape(options.requests, options.prompt + options.answer)]
     options.jobs = [serving.make_job(label, shape, options) for label in options.systems]
     for job in options.jobs:
         if job.cache_rank or job.gpus > 1:
-            raise ValueError(f"{job.system}: what decodes has one GPU and no cache rank")
+            raise UsageError(f"{job.system}: what decodes has one GPU and no cache rank")
         job.servers = 2
     options.prefill = serving.make_job("dense", shape, options).engine
     return options
@@ -175,7 +175,7 @@ def main(argv: Sequence[str]) -> int:
         os.environ[LINK_GBPS_VARIABLE] = str(options.link_gbps)
     results = Results.of("profile_transfer", argv, options.jobs)
     if options.jobs[0].gpus and len(machine.visible_gpus()) < 2:
-        raise ValueError("there must be two GPUs")
+        raise UsageError("there must be two GPUs")
     for job in options.jobs:
         job.each = flags_of_pair(options, job)
         job.engine = job.each[1]

@@ -27,7 +27,7 @@ from statistics import median
 import msgspec
 
 from cache_rank.channels.rate import LINK_GBPS_VARIABLE
-from scripts.shared.command import make_parser, run
+from scripts.shared.command import UsageError, make_parser, run
 from scripts.shared.models import model_config
 from scripts.shared.report import number, table_of
 from scripts.shared.serving import Client
@@ -62,7 +62,7 @@ class Measurement(serving.Measurement, kw_only=True):
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line, with jobs; ValueError if it is wrong."""
+    """The command line, with jobs; UsageError if it is wrong."""
     parser = make_parser("profile_ttft", __doc__)
     serving.add_engine_options(parser, budget=2048)
     add = parser.add_argument
@@ -72,10 +72,10 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.link_gbps is not None:
         if options.link_gbps <= 0:
-            raise ValueError("--link-gbps must be positive")
+            raise UsageError("--link-gbps must be positive")
         os.environ[LINK_GBPS_VARIABLE] = str(options.link_gbps)
     if options.repeats < 1 or min(options.lengths) < 2 * TURNS:
-        raise ValueError(f"--repeats must be at least 1, and --lengths at least {2 * TURNS}")
+        raise UsageError(f"--repeats must be at least 1, and --lengths at least {2 * TURNS}")
     shapes = [Shape(1, length + _answer(length)) for length in options.lengths]
     options.jobs = [serving.make_job(label, shapes, options) for label in options.systems]
     return options

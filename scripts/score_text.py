@@ -27,7 +27,7 @@ from scripts.language import forcing
 from scripts.language.forcing import Forced, force
 from scripts.language.report import Report, Score, TextRun, compare, kl_by_token, markdown
 from scripts.shared import comparison
-from scripts.shared.command import make_parser, run
+from scripts.shared.command import UsageError, explained, make_parser, run
 from scripts.shared.models import folder_of
 from scripts.shared.report import write_report
 from scripts.shared.serving import Client, ServerError
@@ -49,7 +49,7 @@ SCORED_ON_CPU = SCORED_TEXTS[::2]
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """The command line; ValueError if it is wrong."""
+    """The command line; UsageError if it is wrong."""
     parser = make_parser("score_text", __doc__)
     comparison.add_options(
         parser, "smollm2", (*DECODE_MODES, INLINE, CACHE_RANK), (64, 128, 384), SETTINGS
@@ -68,12 +68,12 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     if options.text is None:
         options.text = SCORED_TEXTS if options.gpus else SCORED_ON_CPU
     if min(options.tokens, options.warm_up) < 1:
-        raise ValueError("--tokens and --warm-up must be at least 1")
+        raise UsageError("--tokens and --warm-up must be at least 1")
     if options.context <= options.tokens + options.warm_up + options.settings["recent_tokens"]:
-        raise ValueError(
+        raise UsageError(
             "--context must be longer than --tokens, --warm-up and recent tokens together"
         )
-    options.texts = [find_text(name) for name in options.text]
+    options.texts = [explained(find_text)(name) for name in options.text]
     return options
 
 
@@ -86,15 +86,15 @@ class Tokens(NamedTuple):
 
 
 def tokenize(options: argparse.Namespace) -> list[Tokens]:
-    """The first tokens of each text; ValueError if one is too short, or cannot be read."""
+    """The first tokens of each text; UsageError if one is too short, or cannot be read."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder_of(options.model))
     before = options.context - options.tokens - options.warm_up
     found = []
     for text in options.texts:
-        start = text.read()[: LONGEST_TOKEN * options.context]  # a book takes a minute
+        start = explained(text.read)()[: LONGEST_TOKEN * options.context]  # a book takes a minute
         ids = tokenizer(start)["input_ids"][: options.context]
         if len(ids) < options.context:
-            raise ValueError(
+            raise UsageError(
                 f"{text.name}: has {len(ids)} tokens, and {options.context} are needed"
             )
         found.append(Tokens(text.name, ids[:before], ids[before:]))

@@ -22,6 +22,7 @@ import numpy as np
 
 from scripts.accuracy.runs import Run, read_run
 from scripts.shared import statistics
+from scripts.shared.command import UsageError
 from scripts.shared.report import percent, table_of
 from scripts.shared.statistics import Estimate, interval
 
@@ -66,7 +67,7 @@ def compare_folders(baseline: Path, system: Path) -> Report:
 
     Raises:
         FileNotFoundError: a folder, or a benchmark of one, is missing in the other.
-        ValueError: two runs are not of the same questions, sampled and read in the same way, or
+        UsageError: two runs are not of the same questions, sampled and read in the same way, or
             one was cut short.
     """
     report = Report((baseline.resolve().name, system.resolve().name), [], [])
@@ -77,7 +78,7 @@ def compare_folders(baseline: Path, system: Path) -> Report:
         different = [of for of in ours if ours[of] != theirs[of]]
         if different:
             said = "; ".join(f"{of} is {ours[of]!r} and {theirs[of]!r}" for of in different)
-            raise ValueError(f"{baseline / name} and {system / name} cannot be compared: {said}")
+            raise UsageError(f"{baseline / name} and {system / name} cannot be compared: {said}")
         report.comparisons.append(_compare(*pair))
         for side, run in zip(report.names, pair, strict=True):
             report.warnings += [f"{side}, {name}: {warning}" for warning in run.record.warnings]
@@ -127,7 +128,7 @@ def _means(run: Run, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
         if not answer.has_failed:
             found[answer.question].append(getattr(answer, name))
     if not all(found.values()):
-        raise ValueError("every request of a question failed; run it again")
+        raise UsageError("every request of a question failed; run it again")
     return np.array([fmean(found[question]) for question in sorted(found)])
 
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from scripts.shared.command import UsageError
 from scripts.shared.serving import Client, ServerError, cache_rank_state
 
 BENCHMARKS = {
@@ -192,7 +193,7 @@ def run_harness(command: list[str], options: Namespace) -> int:
 def read_run(folder: Path) -> Run:
     """Read what `run_benchmark` left.
 
-    ValueError if it was interrupted: the answers that it has are the short ones, and their mean is
+    UsageError if it was interrupted: the answers that it has are the short ones, and their mean is
     no estimate of anything.
     """
     record = msgspec.json.decode((folder / "run.json").read_bytes(), type=Record)
@@ -201,7 +202,7 @@ def read_run(folder: Path) -> Run:
         raise FileNotFoundError(f"{folder}: the run ended before the harness wrote its results")
     metrics: dict[str, Any] = json.loads(found.read_text(encoding="utf-8"))
     if metrics.get("partial"):
-        raise ValueError(f"{found.parent}: the run was cut short")
+        raise UsageError(f"{found.parent}: the run was cut short")
     answers: list[Answer] = []
     for file in sorted(found.parent.glob("output-rs*.jsonl")):
         with file.open(encoding="utf-8") as lines:

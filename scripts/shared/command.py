@@ -6,11 +6,16 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn, TypeVar
+from typing import NoReturn, ParamSpec, TypeVar
 
 from scripts.shared.serving import ServerError, stop_on_sigterm
 
+P = ParamSpec("P")
 ValueT = TypeVar("ValueT")
+
+
+class UsageError(argparse.ArgumentTypeError, ValueError):
+    """What a user asked for makes no sense; it is said without a traceback."""
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
@@ -22,14 +27,14 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def explained(read: Callable[[str], ValueT]) -> Callable[[str], ValueT]:
-    """A `type=` of arguments that shows why `read` raises ValueError; argparse hides the reason."""
+def explained(read: Callable[P, ValueT]) -> Callable[P, ValueT]:
+    """The same function; where it raises ValueError, a user has written what it reads."""
 
-    def read_or_explain(text: str) -> ValueT:
+    def read_or_explain(*args: P.args, **kwargs: P.kwargs) -> ValueT:
         try:
-            return read(text)
+            return read(*args, **kwargs)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+            raise UsageError(str(error)) from None
 
     return read_or_explain
 
@@ -43,12 +48,12 @@ def run(main: Callable[[Sequence[str]], int], interrupted: str = "interrupted") 
     """Run a command with this process's arguments; `main` returns the exit status.
 
     SIGTERM interrupts it, as Ctrl-C does. What a user, a file or a server got wrong is said without
-    a traceback.
+    a traceback; a fault of the program shows its own.
     """
     stop_on_sigterm()
     try:
         sys.exit(main(sys.argv[1:]))
-    except (OSError, ServerError, ValueError) as error:
+    except (OSError, ServerError, UsageError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit(interrupted)

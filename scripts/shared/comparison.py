@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 from tqdm import tqdm
 
-from scripts.shared.command import command_line, explained
+from scripts.shared.command import UsageError, command_line, explained
 from scripts.shared.machine import describe, visible_gpus
 from scripts.shared.models import folder_of, model_config
 from scripts.shared.report import provenance
@@ -87,7 +87,7 @@ def add_options(
     add("--budgets", type=int, nargs="+", default=list(budgets), metavar="K",
         help="tokens that each KV head selects; default: %(default)s")  # fmt: skip
     given = ",".join(f"{name}={value}" for name, value in settings.items())
-    add("--set", type=explained(parse_assignments), default={}, dest="settings",
+    add("--set", type=parse_assignments, default={}, dest="settings",
         metavar="NAME=VALUE,...",
         help=f"server arguments of all sparse systems; default: {given}")  # fmt: skip
     add("--gpus", nargs="*", metavar="GPU",
@@ -102,7 +102,7 @@ def read_options(
     """Read a command line, with settings and the machine where it says nothing.
 
     Raises:
-        ValueError: there is no such model or system.
+        UsageError: there is no such model or system.
     """
     options = parser.parse_args(argv)
     options.settings = {**settings, **options.settings}
@@ -119,13 +119,13 @@ def make_systems(options: argparse.Namespace) -> list[System]:
     """The systems of a command line, each with each budget that its label leaves open.
 
     Raises:
-        ValueError: there is no such system, or it is one of speed.
+        UsageError: there is no such system, or it is one of speed.
     """
     systems: dict[str, System] = {}
     for label in options.systems:
         system = System.parse(label)
         if system.at_budget:
-            raise ValueError(f"the system {system.name!r} is one of speed: it answers no requests")
+            raise UsageError(f"the system {system.name!r} is one of speed: it answers no requests")
         for budget in options.budgets:
             one = system.with_budget(budget)
             systems[one.label] = one

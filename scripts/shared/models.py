@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_rank.user_cache import cache_folder
+from scripts.shared.command import UsageError
 
 BUNDLED = "bundled"
 _SCRIPTS = Path(__file__).parents[1]
@@ -31,22 +32,22 @@ def fetched_folder(model: str) -> Path:
 def folder_of(model: str) -> Path:
     """The folder of a model: `bundled`, a name in MODEL_SHAPES or FETCHED, or itself a folder.
 
-    ValueError if it has to be fetched first.
+    UsageError if it has to be fetched first.
     """
     if model == BUNDLED:
         return BUNDLED_FOLDER
     named = (MODEL_SHAPES / model, fetched_folder(model), Path(model))
     folder = next((path for path in named if path.is_dir()), None)
     if folder is None and model in FETCHED:
-        raise ValueError(f"{model} is not here yet; fetch it: {FETCHED[model]}")
+        raise UsageError(f"{model} is not here yet; fetch it: {FETCHED[model]}")
     return folder or Path(model)
 
 
 @functools.cache
 def model_config(model: str) -> dict[str, Any]:
-    """The config.json of a model; ValueError if there is none."""
+    """The config.json of a model; UsageError if there is none."""
     path = folder_of(model) / "config.json"
     if not path.is_file():
         names = [*sorted(path.name for path in MODEL_SHAPES.iterdir()), *FETCHED]
-        raise ValueError(f"no model {model!r}: a folder, {BUNDLED}, or {', '.join(names)}")
+        raise UsageError(f"no model {model!r}: a folder, {BUNDLED}, or {', '.join(names)}")
     return dict(json.loads(path.read_text()))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
+from scripts.shared.command import UsageError
 
 _Row = dict[str, Any]
 """One token in the layers of a group: `queries`, (layers, Hq, D), `keys`, `values` and more."""
@@ -25,16 +26,16 @@ def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     The first event holds the `config` by which all others were.
 
     Raises:
-        ValueError: one of them is no event.
+        UsageError: one of them is no event.
     """
     for path in sorted(folder.glob("*.pt")):
         try:
             with torch.serialization.safe_globals([range]):
                 event = torch.load(path, map_location="cpu", weights_only=True)
         except (OSError, RuntimeError, UnpicklingError, EOFError) as error:
-            raise ValueError(f"{path}: not an event of a recording ({error})") from None
+            raise UsageError(f"{path}: not an event of a recording ({error})") from None
         if not isinstance(event, dict) or "kind" not in event:
-            raise ValueError(f"{path}: not an event of a recording")
+            raise UsageError(f"{path}: not an event of a recording")
         if event["kind"] == "config":
             event["config"] = msgspec.convert(event["config"], CacheRankConfig)
         yield event
@@ -75,7 +76,7 @@ class Recorded(NamedTuple):
 def read_recording(folder: Path) -> tuple[CacheRankConfig, list[Recorded]]:
     """The configuration of a recording, and its sequences, up to the last step with every layer.
 
-    ValueError if there is none of a decode step.
+    UsageError if there is none of a decode step.
     """
     config: CacheRankConfig | None = None
     loads: dict[int, list[Tensor]] = defaultdict(list)
@@ -93,7 +94,7 @@ def read_recording(folder: Path) -> tuple[CacheRankConfig, list[Recorded]]:
     ]
     whole = [sequence for sequence in sequences if sequence]
     if config is None or not whole:
-        raise ValueError(f"{folder}: holds no recorded decode step of every layer of a sequence")
+        raise UsageError(f"{folder}: holds no recorded decode step of every layer of a sequence")
     return config, whole
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from scripts.shared.command import UsageError
 from sglang_ext.flags import CONFIG_FLAG, CONFIG_KEYS
 
 CACHE_RANK = "cache-rank"
@@ -34,15 +35,15 @@ class System(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, label: str) -> System:
-        """Read a label; ValueError if there is no such system, or its budget makes no sense."""
+        """Read a label; UsageError if there is no such system, or its budget makes no sense."""
         name, _, changes = label.partition(":")
         if name not in SYSTEMS:
-            raise ValueError(f"no system {name!r}: choose from {', '.join(SYSTEMS)}")
+            raise UsageError(f"no system {name!r}: choose from {', '.join(SYSTEMS)}")
         system = msgspec.structs.replace(SYSTEMS[name], changes=parse_assignments(changes))
         if "sparse_budget" in system.changes and not system.has_budget:
-            raise ValueError(f"{label!r}: {name} has no arguments of sparse attention")
+            raise UsageError(f"{label!r}: {name} has no arguments of sparse attention")
         if system.mode in DECODE_MODES and system.changes.get("sparse_budget", 0) is None:
-            raise ValueError(f"{label!r}: {name} has no budget of its own")
+            raise UsageError(f"{label!r}: {name} has no budget of its own")
         return system
 
     @property
@@ -109,13 +110,13 @@ def parse_assignments(text: str) -> dict[str, Any]:
     """Read `facts=128,hops=80`; a value is JSON, or else a text.
 
     Raises:
-        ValueError: it is not a list of NAME=VALUE.
+        UsageError: it is not a list of NAME=VALUE.
     """
     found: dict[str, Any] = {}
     for assignment in filter(None, text.split(",")):
         name, equals, value = assignment.partition("=")
         if not equals:
-            raise ValueError(f"{assignment!r}: write ARGUMENT=VALUE,ARGUMENT=VALUE")
+            raise UsageError(f"{assignment!r}: write ARGUMENT=VALUE,ARGUMENT=VALUE")
         try:
             found[name] = json.loads(value)
         except json.JSONDecodeError:

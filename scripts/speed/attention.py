@@ -206,15 +206,19 @@ def attention_rows(rows: int, tokens: int, queries: int) -> Iterator[dict[str, A
         yield timed(f"{name}, bfloat16", plain, decoded.nbytes)
     best, attention = list(kinds.items())[-1]
 
+    def decoded_first(gather: Callable[[], None]) -> Tensor:
+        gather()
+        return attention(query, keys, values)
+
+    def off_by(gather: Callable[[], None], attend: Callable[[], Any]) -> float:
+        expected, found = decoded_first(gather).float(), attend()[0]
+        return float((found - expected).square().mean() / expected.square().mean()) ** 0.5
+
+    into = everything, decoded[0], decoded[1]
     for name, held_as in FORMATS.items():
         held, paged = _hold(held_as, rows, tokens)
-        decode = partial(gather_codes, held, paged, 0, everything, decoded[0], decoded[1])
+        gather = partial(gather_codes, held, paged, 0, *into)
         attend = partial(attend_codes, held, query, paged, 0, SCALE)
-
-        def decode_and_attend(decode: Callable[[], None] = decode) -> Tensor:
-            decode()
-            return attention(query, keys, values)
-
         all_codes = sum(plane.nbytes for planes in held.planes for plane in planes)
         read = sum(
             plane.nbytes
@@ -228,23 +232,15 @@ def attention_rows(rows: int, tokens: int, queries: int) -> Iterator[dict[str, A
             yield timed(f"{name}: on codes", partial(_encode_and_attend, held, query, half), read)
             continue
         if held_as.planes is None:  # tokens are decoded in full
-            yield timed(f"{name}: decoded, then {best}", decode_and_attend, moved)
-        expected, found = decode_and_attend().float(), attend()[0]
-        error = float((found - expected).square().mean() / expected.square().mean()) ** 0.5
-        yield timed(f"{name}: on codes", attend, read, error=error)
-        del held, decode, decode_and_attend, attend
+            yield timed(f"{name}: decoded, then {best}", partial(decoded_first, gather), moved)
+        yield timed(f"{name}: on codes", attend, read, error=off_by(gather, attend))
+        del held, gather, attend
 
     store, paged = _pack(rows, tokens)
-    gather = partial(gather_packed, store, paged, 0, everything, decoded[0], decoded[1])
-    attend_to_packed = partial(attend_packed, store, query, paged, 0, SCALE)
-
-    def gather_and_attend() -> Tensor:
-        gather()
-        return attention(query, keys, values)
-
+    gather = partial(gather_packed, store, paged, 0, *into)
+    attend = partial(attend_packed, store, query, paged, 0, SCALE)
     planes = (*store.keys, *store.values, store.rotations)
     read, name = sum(plane.nbytes for plane in planes), "mosaickv, a quarter kept"
-    yield timed(f"{name}: decoded, then {best}", gather_and_attend, read + 2 * decoded.nbytes)
-    expected, found = gather_and_attend().float(), attend_to_packed()[0]
-    error = float((found - expected).square().mean() / expected.square().mean()) ** 0.5
-    yield timed(f"{name}: on packed vectors", attend_to_packed, read, error=error)
+    moved = read + 2 * decoded.nbytes
+    yield timed(f"{name}: decoded, then {best}", partial(decoded_first, gather), moved)
+    yield timed(f"{name}: on packed vectors", attend, read, error=off_by(gather, attend))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from scripts.shared.command import UsageError
 from scripts.shared.statistics import quantile
 from scripts.shared.streaming import Answer, Request
 from scripts.speed import serving
@@ -39,13 +40,13 @@ class Load(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Load:
-        """Read `64x512+12000`, or `64x200-1000+8000/32000`; ValueError if it is neither."""
+        """Read `64x512+12000`, or `64x200-1000+8000/32000`; UsageError if it is neither."""
         if match := _FORM.fullmatch(text):
             streams, least, most, mean, longest = (int(part or 0) for part in match.groups())
             load = cls(text, streams, least, most or least, mean, longest or mean)
             if least <= load.most_prompt and mean <= load.most_answer:
                 return load
-        raise ValueError(
+        raise UsageError(
             f"{text!r} is not a load: write STREAMSxPROMPT+ANSWER, as in 64x512+12000; PROMPT may "
             "be LEAST-MOST, and ANSWER may be MEAN/MOST"
         )

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from scripts.shared import machine
-from scripts.shared.command import command_line, explained
+from scripts.shared.command import UsageError, command_line, explained
 from scripts.shared.comparison import ENVIRONMENT
 from scripts.shared.models import BUNDLED, folder_of, model_config
 from scripts.shared.report import provenance, write_report
@@ -46,10 +46,10 @@ class Shape(msgspec.Struct, frozen=True, order=True):
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """Read `8x32768`; ValueError if it is not of this form."""
+        """Read `8x32768`; UsageError if it is not of this form."""
         batch, _, context = text.partition("x")
         if not (batch.isdecimal() and context.isdecimal() and int(batch) and int(context)):
-            raise ValueError(f"{text!r} is not a shape: write BATCHxCONTEXT, as in 8x32768")
+            raise UsageError(f"{text!r} is not a shape: write BATCHxCONTEXT, as in 8x32768")
         return cls(int(batch), int(context))
 
 
@@ -84,7 +84,7 @@ class Job(msgspec.Struct):
 def make_job(
     label: str, shapes: Sequence[Shape], options: argparse.Namespace, servers: int = 1
 ) -> Job:
-    """The engine of a system, and its shapes as run; ValueError if there is no such system."""
+    """The engine of a system, and its shapes as run; UsageError if there is no such system."""
     system, config = System.parse(label), model_config(options.model)
     changes = dict(system.changes)
     if system.at_budget:
