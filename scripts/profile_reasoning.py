@@ -9,10 +9,7 @@
 A load is STREAMSxPROMPT+ANSWER in tokens: 64x512+12000 has 64 streams, and each sends its next
 request when its last has ended. PROMPT may be LEAST-MOST, and ANSWER may be MEAN/MOST, from which
 lengths are drawn. Systems are served one after the other, and have all loads one after the other.
-
-Weights are random numbers in the shapes of `model_shapes`. A system that fails is a line in the
-table, and its log is in OUT/logs. The exit status is 1 then. JSON, Markdown and a plot are written
-as results come.
+JSON, Markdown and a plot are written as results come.
 """
 
 from __future__ import annotations

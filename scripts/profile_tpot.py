@@ -5,10 +5,8 @@
     python -m scripts.profile_tpot --model bundled --shapes 2x600 --systems dense cache-rank \
         --sparse-threshold 300 --sparse-budget 64                # without a GPU
 
-Each system is served on GPUs of its own: one that fails is a line in the table, and its log is in
-OUT/logs. The exit status is 1 then. Results are written as they come, in JSON and Markdown;
-`--resume` measures what is missing, on the same kind of GPUs and with the same settings.
-Weights are random numbers in the shapes of `model_shapes`; see scripts.speed.calibration for which.
+Results are written as they come, in JSON and Markdown; `--resume` measures what is missing, on the
+same kind of GPUs and with the same settings.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
 Requests come at random times, at so many a second (a Poisson process), and say themselves in which
 codes they travel; so one pair of servers measures all `--codes`, at each of `--rates`. A system is
 what decodes; it is served on the second GPU, and what prefills on the first. This is what figures 9
-and 10 of HACK show. Weights are random numbers in the shapes of `model_shapes`.
+and 10 of HACK show.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import random
 import re
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
@@ -102,9 +102,8 @@ async def send_both(
         body = pair | {"bootstrap_room": secrets.randbits(62)}
         answers = [Answer(len(prompt)) for _ in servers]
         sampling = {"max_new_tokens": count, "custom_params": {"wire_codes": codes}}
-        note: Callable[[int], object] = lambda tokens: None  # noqa: E731
         asked = [
-            follow(session, server.url, prompt, answer, note, body, **sampling)
+            follow(session, server.url, prompt, answer, options=body, **sampling)
             for server, answer in zip(servers, answers, strict=True)
         ]
         await asyncio.gather(*asked)

@@ -9,9 +9,7 @@ For each length, `--repeats` prompts are asked new and again, and as many conver
 length in four turns, of which each begins with all that was said before. Conversations take turns,
 so that many of them need more memory than one. Requests come one after the other. Over a slow link,
 `--link-gbps`, formats differ: what comes back are their codes. A wait of more than
-`--cache-rank-timeout` seconds is a loss. Weights are random numbers in the shapes of
-`model_shapes`. A system that fails is a line in the table, and its log is in OUT/logs; the exit
-status is 1 then.
+`--cache-rank-timeout` seconds is a loss.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 
 from scripts.language import forcing
 from scripts.language.forcing import Forced, force
-from scripts.language.report import Report, Score, TextRun, compare, kl_by_token, markdown
+from scripts.language.report import Report, Score, TextRun, compare, markdown
 from scripts.shared import comparison
 from scripts.shared.command import UsageError, explained, make_parser, run
 from scripts.shared.models import folder_of
@@ -86,7 +86,7 @@ class Tokens(NamedTuple):
 
 
 def tokenize(options: argparse.Namespace) -> list[Tokens]:
-    """The first tokens of each text; UsageError if one is too short, or cannot be read."""
+    """The first tokens of each text."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder_of(options.model))
     before = options.context - options.tokens - options.warm_up
     found = []
@@ -104,11 +104,7 @@ def tokenize(options: argparse.Namespace) -> list[Tokens]:
 def _score(
     options: argparse.Namespace, system: System, text: str, dense: Forced, forced: Forced
 ) -> Score:
-    """Compare the distributions of a system with those of dense decoding.
-
-    Raises:
-        ServerError: attention was dense in tokens that count.
-    """
+    """Compare a system with dense decoding; ServerError if it was dense in tokens that count."""
     statistics = forced.statistics
     first = len(forced.tokens) - options.tokens  # that counts
     # The first token comes from the prefill, which is dense in every system.
@@ -121,9 +117,8 @@ def _score(
             f"{text}: attention was dense for {sparse_from} tokens ({reason}): --warm-up "
             f"{first} is too short"
         )
-    expected, found = (run.log_probabilities(sparse_from) for run in (dense, forced))
-    counted = slice(first - sparse_from, None)
-    divergence = compare(expected[counted], found[counted], forced.tokens[first:])
+    expected, found = (run.log_probabilities(first) for run in (dense, forced))
+    divergence = compare(expected, found, forced.tokens[first:])
     label, budget = system.without_budget()
     attended = statistics.get("attended_tokens") if system.is_sparse else options.context
     if not attended:  # only selection in SGLang's process says it
@@ -137,7 +132,6 @@ def _score(
         attended=attended,
         **msgspec.structs.asdict(divergence),
         sparse_from=sparse_from if system.is_sparse else None,
-        kl_after_transition=kl_by_token(expected, found).round(decimals=6).tolist(),
         late_steps=statistics.get("late_steps", 0),
         stale_steps=statistics.get("stale_steps", 0),
     )

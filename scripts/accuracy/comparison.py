@@ -65,10 +65,8 @@ class Report(msgspec.Struct):
 def compare_folders(baseline: Path, system: Path) -> Report:
     """Compare all benchmarks that two folders hold, which `run --out` named after the systems.
 
-    Raises:
-        FileNotFoundError: a folder, or a benchmark of one, is missing in the other.
-        UsageError: two runs are not of the same questions, sampled and read in the same way, or
-            one was cut short.
+    UsageError if two runs are not of the same questions, sampled and read in the same way, or one
+    was cut short.
     """
     report = Report((baseline.resolve().name, system.resolve().name), [], [])
     held = {file.parent.name for side in (baseline, system) for file in side.glob("*/run.json")}

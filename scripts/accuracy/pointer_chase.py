@@ -74,9 +74,6 @@ def make_chain(seed: int, facts: int, hops: int) -> Problem:
     """A deterministic problem: one cycle through `facts` of all keys, stated in random order.
 
     Within one lap, that is `hops` up to `facts`, no hop can be copied from an earlier hop.
-
-    Raises:
-        ValueError: a number is out of range.
     """
     if not 2 <= facts <= KEYS or hops < 1:
         raise ValueError(f"facts must be in [2, {KEYS}], hops at least 1; got {facts} and {hops}")

@@ -121,12 +121,8 @@ class EvaluatedServer(Client):
 def run_benchmark(options: Namespace, command: str) -> Record:
     """Ask a server every question of a benchmark, and keep the answers.
 
-    Raises:
-        FileExistsError: the benchmark has a folder already.
-        InterruptedError: the harness did not end well; what it has is kept.
-        ModuleNotFoundError: the harness is not installed.
-        OSError: the questions cannot be read from the hub.
-        ServerError: the server is not one on which the benchmark means anything.
+    InterruptedError if the harness did not end well; what it has is kept. ServerError if the
+    benchmark means nothing on this server. Nothing is written over: FileExistsError.
     """
     importlib.import_module("sgl_eval")  # before a folder is made
     server = EvaluatedServer(options.base_url)
@@ -162,8 +158,6 @@ def arguments(options: Namespace, url: str, folder: Path, threads: int) -> list[
     command += ["--chat-template-kwarg", f"enable_thinking={thinking}"]
     if options.num_examples:
         command += ["--num-examples", str(options.num_examples)]
-    if options.prompt:
-        command += ["--prompt", str(options.prompt)]
     if options.from_dataset:
         command += ["--from-dataset", str(options.from_dataset)]
     elif options.benchmark == "math500":

@@ -24,9 +24,6 @@ class BaselineAttnBackend(AroundDenseKernels):
 
     Dense layers are served by the inner backend. What a step needs is prepared inside the CUDA
     graph, from the lengths and request slots on the device.
-
-    Attributes:
-        selection: what the sparse layers attend to.
     """
 
     def __init__(self, runner: Any, args: CacheRankFlags, decode_mode: str) -> None:

@@ -55,11 +55,7 @@ class Question(NamedTuple):
 
 
 class ComparedSelection(Selection):
-    """Selects by `score_by`, from true keys.
-
-    Attributes:
-        seen: by layer and request slot.
-    """
+    """Selects by `score_by`, from true keys; `seen` is by layer and request slot."""
 
     def __init__(
         self, score_by: str, args: CacheRankFlags, heads: Heads, codes: Tensor, row_table: Tensor

@@ -71,11 +71,9 @@ def build_bounds(
     The bounds are those of Quest section 3.2.
 
     Args:
-        keys: see above.
         batch: its pool's pages have one token or `page`.
         starts: (B,) integers, how many tokens the row had before.
         max_pages: at least how many pages a row completes.
-        page: tokens of a page.
         bounds: (pool rows / pool_page, Hkv, 2, D) of the keys' dtype, the largest and the smallest
             value of each channel; written in place. A page's entry is that of its first token.
     """
@@ -126,7 +124,6 @@ def score_tokens(
     Args:
         queries: (B, Hq, D) current queries.
         scale: factor on the logits.
-        shared: whether all heads share what they select.
         out: (B, Hkv, capacity) float32, or (B, 1, capacity) where heads share; written in place.
             Only entries of candidates mean something afterwards.
     """

@@ -1,13 +1,4 @@
-"""How good a selection was by the true query of its step, and how good a residency format is.
-
-Of a selection:
-
-    recall              the share of the top k by the true query that sat in slots
-    attention mass      the share of attention probability that the slots held
-
-The tokens that compete are those of that step, and k is the slots in use. The scores are by
-whichever keys there are.
-"""
+"""How good a selection was by the true query of its step, and how good a residency format is."""
 
 from __future__ import annotations
 
@@ -54,13 +45,9 @@ def compare(
     scores: Sequence[Tensor],
     config: CacheRankConfig,
 ) -> Quality:
-    """Compare what is read back with a sample.
+    """Compare with a sample what is read back, keys and values of (layers, Hkv, tokens, D).
 
-    Args:
-        sample: on the device of all else.
-        keys, values: what is read back, (layers, Hkv, tokens, D).
-        scores: one a step, (layers, Hkv, position + 1) float32.
-        config: says how many tokens are selected, and among which.
+    Scores are one tensor a step, (layers, Hkv, position + 1) float32.
     """
     centred, selected = [], []
     steps = zip(sample.positions, sample.queries, scores, strict=True)
@@ -111,8 +98,6 @@ def measure_recall(
         scores: (L, Hkv, >= position) float32 by the true queries of the step at `position`.
         slot_map: (L, Hkv, filled) integer, the tokens in slots, chosen after `position - 1`; one
             or more.
-        config: the cache rank's policy.
-        position: the step's position.
 
     Returns:
         (2, L, Hkv) float32: the share of the exact top tokens that sat in slots, and the share of

@@ -42,9 +42,6 @@ def synthetic_sample(
 
     Left out are attention sinks and neighbours that resemble each other. The newest `steps` tokens
     have queries. `head_dim` is a multiple of 16.
-
-    Raises:
-        ValueError: the shape cannot be made.
     """
     generator = torch.Generator().manual_seed(0)
     heads = (layers, kv_heads)

@@ -76,10 +76,7 @@ def force(server: Client, prompt: Sequence[int], tokens: Sequence[int], file: Pa
     """Let a server decode given tokens after a prompt.
 
     The server was started with SERVER_FLAGS, on this machine, in the folder of this package. The
-    file is written, see Forced.
-
-    Raises:
-        ServerError: it did not decode these tokens.
+    file is written, see Forced. ServerError if other tokens were decoded.
     """
     file.unlink(missing_ok=True)
     forced = {"tokens": list(tokens), "file": str(file.absolute()), "step": 0}

@@ -62,18 +62,13 @@ def compare(dense: Tensor, system: Tensor, text: Sequence[int]) -> Divergence:
     weights, log_ratio = dense.exp(), system - dense
     difference = -log_ratio.gather(-1, torch.tensor(text)[:, None])
     return Divergence(
-        kl=float(kl_by_token(dense, system).mean()),
+        kl=float((weights * (dense - system)).sum(-1).mean()),
         nll_difference=float(difference.mean()),
         top1_agreement=float((dense.argmax(-1) == system.argmax(-1)).double().mean()),
         ratio_mean=float(torch.minimum(weights, system.exp()).sum(-1).mean()),
         ratio_p5=math.exp(quantile(log_ratio.flatten(), LOW_RATIO, weights.flatten())),
         largest_difference=float(difference.abs().max()),
     )
-
-
-def kl_by_token(dense: Tensor, system: Tensor) -> Tensor:
-    """KL(dense ‖ system) of each token, [tokens] in nats, of log-probabilities."""
-    return (dense.exp() * (dense - system)).sum(-1)
 
 
 class Score(Divergence, frozen=True, kw_only=True):
@@ -84,8 +79,6 @@ class Score(Divergence, frozen=True, kw_only=True):
     budget: int | None  # k, tokens that each KV head selects; None for a system that selects none
     attended: int  # most tokens that a sparse layer attends to
     sparse_from: int | None  # tokens that were decoded before attention was sparse
-    # KL of each token from the first that sparse attention predicted, also if it does not count.
-    kl_after_transition: list[float]
     late_steps: int = 0  # that waited for their selection
     stale_steps: int = 0  # that missed it
 

@@ -54,9 +54,6 @@ class Streams:
     """Threads that ask a server for chains, one after the other, until they are told to stop.
 
     A chain has one right continuation. An answer is that, or, if it was aborted, a beginning of it.
-
-    Attributes:
-        ended: the requests that have ended.
     """
 
     def __init__(self, client: Client, streams: int) -> None:

@@ -50,15 +50,11 @@ class Memory(NamedTuple):
 
 
 class Watch:
-    """A thread that notes when the cache rank is down, and how much memory both ranks take.
-
-    Attributes:
-        outages: seconds of each time that the cache rank was down and came back.
-    """
+    """A thread that notes when the cache rank is down, and how much memory both ranks take."""
 
     def __init__(self, server: Server, with_cache_rank: bool) -> None:
         """Begin to watch a server."""
-        self.outages: list[float] = []
+        self.outages: list[float] = []  # seconds until a cache rank was back
         self._client = server
         self._root = psutil.Process(server.process.pid)
         self._is_up = True

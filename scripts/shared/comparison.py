@@ -99,11 +99,7 @@ def add_options(
 def read_options(
     parser: argparse.ArgumentParser, argv: Sequence[str], settings: Mapping[str, Any]
 ) -> argparse.Namespace:
-    """Read a command line, with settings and the machine where it says nothing.
-
-    Raises:
-        UsageError: there is no such model or system.
-    """
+    """Read a command line, with settings and the machine where it says nothing."""
     options = parser.parse_args(argv)
     options.settings = {**settings, **options.settings}
     if options.gpus is None:
@@ -116,11 +112,7 @@ def read_options(
 
 
 def make_systems(options: argparse.Namespace) -> list[System]:
-    """The systems of a command line, each with each budget that its label leaves open.
-
-    Raises:
-        UsageError: there is no such system, or it is one of speed.
-    """
+    """The systems of a command line, each with each budget that its label leaves open."""
     systems: dict[str, System] = {}
     for label in options.systems:
         system = System.parse(label)

@@ -23,10 +23,7 @@ _Row = dict[str, Any]
 def read_events(folder: Path) -> Iterator[dict[str, Any]]:
     """Read what a cache rank wrote, in order, to the CPU. No code of the files is run.
 
-    The first event holds the `config` by which all others were.
-
-    Raises:
-        UsageError: one of them is no event.
+    The first event holds the `config` by which all others were. UsageError if a file is no event.
     """
     for path in sorted(folder.glob("*.pt")):
         try:

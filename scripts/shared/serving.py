@@ -55,11 +55,7 @@ class Client:
         self.url = url.rstrip("/").removesuffix("/v1")
 
     def get(self, path: str, timeout: float = 30) -> requests.Response:
-        """Read a path of the server.
-
-        Raises:
-            ServerError: no server answers.
-        """
+        """Read a path of the server; ServerError if no server answers."""
         try:
             return requests.get(f"{self.url}{path}", timeout=timeout)
         except requests.RequestException as error:
@@ -82,11 +78,7 @@ class Client:
         timeout: float = 240,
         **options: Any,
     ) -> Any:
-        """One request, or a batch of them; the response of `/generate`.
-
-        Raises:
-            ServerError: it was refused.
-        """
+        """One request, or a batch; the response of `/generate`. ServerError if it was refused."""
         parameters = {"max_new_tokens": max_new_tokens, "temperature": 0, "ignore_eos": True}
         parameters |= options.pop("sampling_params", {})
         body = {"input_ids": list(input_ids), "sampling_params": parameters, **options}
@@ -106,10 +98,9 @@ class Client:
         return cache_rank_state(self.read("/server_info"))
 
     def flush_cache(self, timeout: float = 15) -> None:
-        """Empty the prefix caches. SGLang refuses it for a moment after an answer has come.
+        """Empty the prefix caches; TimeoutError if SGLang refuses it for so many seconds.
 
-        Raises:
-            TimeoutError: it was refused for so many seconds.
+        It does for a moment after an answer has come.
         """
         deadline = time.monotonic() + timeout
         while (response := self.post("/flush_cache")).status_code != 200:

@@ -60,17 +60,14 @@ async def follow(
     url: str,
     prompt: list[int],
     answer: Answer,
-    note: Callable[[int], object],
+    note: Callable[[int], object] = lambda tokens: None,
     options: Mapping[str, Any] | None = None,
     **sampling: Any,
 ) -> None:
     """Ask a server for an answer of fixed length, and `note` how many tokens each chunk brings.
 
-    `options` are of the request, beside those of sampling.
-
-    Raises:
-        ServerError: the server refuses the request, or ends it with an error.
-        aiohttp.ClientError: the server is gone.
+    `options` are of the request, beside those of sampling. ServerError if the server refuses the
+    request or ends it with an error, aiohttp.ClientError if the server is gone.
     """
     parameters = {"temperature": 0.0, "ignore_eos": True, **sampling}
     body = {"input_ids": prompt, "sampling_params": parameters, "stream": True}
@@ -98,15 +95,9 @@ async def send(
 ) -> list[Answer]:
     """Send all requests, and return their answers in the order of their ends.
 
-    Args:
-        urls: of the servers. A request goes to the one that has fewest, as routers do.
-        requests: a stream takes the next one when its last has ended.
-        streams: requests at once.
-        note: is told how many tokens have come.
-
-    Raises:
-        ServerError: a request failed, or its answer is not as long as it was asked to be.
-        aiohttp.ClientError: a server is gone.
+    A stream takes the next request when its last has ended, and sends it to the server that has
+    fewest, as routers do. ServerError if a request failed or its answer has another length than
+    asked for, aiohttp.ClientError if a server is gone.
     """
     left, in_flight, answers = iter(requests), dict.fromkeys(urls, 0), list[Answer]()
 

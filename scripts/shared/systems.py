@@ -107,11 +107,7 @@ SYSTEMS = {
 
 
 def parse_assignments(text: str) -> dict[str, Any]:
-    """Read `facts=128,hops=80`; a value is JSON, or else a text.
-
-    Raises:
-        UsageError: it is not a list of NAME=VALUE.
-    """
+    """Read `facts=128,hops=80`; a value is JSON, or else a text."""
     found: dict[str, Any] = {}
     for assignment in filter(None, text.split(",")):
         name, equals, value = assignment.partition("=")

@@ -67,11 +67,7 @@ class Plan(NamedTuple):
 
 
 def plan_batch(job: Job, shape: Shape, info: dict[str, Any]) -> Plan:
-    """Decide how long a batch decodes, by what `/server_info` says, or that it cannot.
-
-    Raises:
-        NotMeasuredError: it makes no sense, or cannot fit.
-    """
+    """Decide how long a batch decodes, by `/server_info`; NotMeasuredError if it cannot."""
     threshold, longest = job.engine.get("sparse_threshold") or 0, job.engine["context_length"]
     if shape.context < threshold:
         raise NotMeasuredError(f"context is below --sparse-threshold {threshold}")
@@ -149,7 +145,6 @@ async def _measure(client: Client, job: Job, plan: Plan, measurement: Measuremen
                         client.url,
                         prompt,
                         answer,
-                        lambda tokens: None,
                         max_new_tokens=plan.most_tokens,
                         stream_interval=1 if answer is witness else REPORT_INTERVAL,
                     )
@@ -185,16 +180,9 @@ async def _abort(
 def step_times(
     tokens: Sequence[int], times: Sequence[float], first: int, steps: int
 ) -> list[float]:
-    """Seconds between consecutive tokens of one stream.
+    """Seconds between consecutive tokens of one stream, from the arrival of token `first` on.
 
-    Args:
-        tokens: so far, at each of `times`; tokens that came together share their time.
-        times: when they came.
-        first: token whose arrival starts the first step.
-        steps: how many.
-
-    Raises:
-        ValueError: the stream does not cover them.
+    `tokens` are those so far at each of `times`; tokens that came together share their time.
     """
     return np.diff(np.interp(range(first, first + steps + 1), tokens, times)).tolist()
 

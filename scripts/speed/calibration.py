@@ -3,9 +3,9 @@
 SGLang's dummy weights are so small, norms included, that all logits of attention are equal: a
 selection among equal scores takes several times as long as among those of any trained model.
 
-Random weights leave nothing to fit, and a server that sketches keys starts with no less than a
-calibration. Nothing is corrected; only what the token before tells is a random direction, because
-queries of zero would give all tokens the same score.
+A server that sketches keys needs a calibration, and random weights leave nothing to fit. So nothing
+is corrected; only what the token before tells is a random direction, because queries of zero would
+give all tokens the same score.
 """
 
 from __future__ import annotations

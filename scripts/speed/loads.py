@@ -153,10 +153,6 @@ def curve(answers: Sequence[Answer], streams: int, width: int) -> dict[int, floa
     fewer than MOST_STREAMS decode are left out, so that neither the start nor the end, when there
     are no more requests, looks like an effect of the context. The others are gathered in bins of
     `width` tokens of context, which are named by their first.
-
-    With answers of one length all contexts grow together, and the curve covers them. With drawn
-    lengths the mean hardly moves once it has settled: the curve is short, and says what such a
-    mixture gives.
     """
     first, last = min(a.times[0] for a in answers), max(a.times[-1] for a in answers)
     edges, slice_seconds = np.linspace(first, last, SLICES + 1, retstep=True)

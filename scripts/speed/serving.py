@@ -56,6 +56,10 @@ class Shape(msgspec.Struct, frozen=True, order=True):
 def add_engine_options(parser: argparse.ArgumentParser, budget: int | None) -> None:
     """Add the options of engines, systems and results; a budget of None is left to servers."""
     add = parser.add_argument
+    parser.epilog = (
+        "Weights are random numbers, in the shapes of scripts/speed/model_shapes. A system that\n"
+        "fails is a line in the table, and its log is in OUT/logs; the exit status is 1 then."
+    )
     add("--model", "--model-path", default="qwen3-8b",
         help="a name in scripts/speed/model_shapes, `bundled`, or a folder")  # fmt: skip
     add("--systems", nargs="+", required=True,
@@ -203,15 +207,9 @@ def measure_all(
 ) -> int:
     """Measure what there is to measure, and write the results whenever there are new ones.
 
-    Jobs are served one after the other. A failure ends the measurements of its job. What servers
-    print goes to `logs` in the folder.
-
-    Args:
-        measurements_of: makes the measurements of a job, to be filled in.
-        measure: fills in one of them.
-
-    Returns:
-        The exit status: 1 if something could not be measured.
+    Jobs are served one after the other; `measurements_of` makes the measurements of each, and
+    `measure` fills in one of them. A failure ends the measurements of its job. What servers print
+    goes to `logs` in the folder. The exit status, which is returned, is 1 if anything has failed.
     """
     files: list[Path] = []
     for job in jobs:
@@ -264,11 +262,7 @@ def serve_job(job: Job, gpus: Sequence[str], logs: Path) -> Iterator[list[Server
 
 
 def spread_logits(server: Client, config: dict[str, Any]) -> None:
-    """Give a model of dummy weights norms by which attention prefers some tokens to others.
-
-    Raises:
-        ServerError: the server did not take them.
-    """
+    """Give a model of dummy weights norms by which attention prefers some tokens to others."""
     with tempfile.TemporaryDirectory() as folder:
         save_file(dict(norms_for_unit_logits(config)), Path(folder) / "norms.safetensors")
         body = {"model_path": folder, "load_format": "safetensors"}

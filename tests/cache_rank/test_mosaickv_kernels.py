@@ -124,6 +124,7 @@ def test_kernels_hold_and_say_what_the_references_do(monkeypatch: pytest.MonkeyP
     if torch.cuda.is_available():
         pytest.skip("the GPU runs them")
     expected = said_on_the_way(ONE_LAYER, CPU, beside=False, **options)
+    monkeypatch.setattr(attending, "_MOST_SPLITS", 3)
     monkeypatch.setattr(by_device, "is_on_gpu", lambda *arguments: True)
     found = said_on_the_way(ONE_LAYER, CPU, beside=False, **options)
     for one, other in zip(found, expected, strict=True):

@@ -34,6 +34,5 @@ def test_every_token_selected_equals_dense(language_model: Path, tmp_path: Path)
     assert cell["top1_agreement"] == 1
     # 17 exchanged steps fill the query window; slots fill in one.
     assert cell["sparse_from"] <= 24
-    assert len(cell["kl_after_transition"]) == 72 - cell["sparse_from"]
     assert cell["stale_steps"] == 0
     assert not (tmp_path / "out" / "logits").exists()

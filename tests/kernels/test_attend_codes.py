@@ -22,7 +22,7 @@ from cache_rank.kernels.hack.reference import (
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.rows import PagedRows
 
-RESIDENT = (300, 0, 100, 640, 30)
+RESIDENT = (300, 0, 100, 520, 30)
 """Codes of several pages, or none, as 100 tokens have of groups of 128, and 30 of any."""
 REFUSED = len(RESIDENT)
 """The row that is refused."""
@@ -222,6 +222,9 @@ def test_triton_attends_as_the_reference_but_for_rounding(
 ) -> None:
     """Of ragged rows, an empty one and a refused one."""
     sequences = held(name, device, dtype, head_dim)
+    if not isinstance(sequences.tokens.codecs[0], HackCodec):  # others have no codes of so few
+        kept = [0, 1, 3, REFUSED]
+        sequences = sequences._replace(rows=PagedRows(*(part[kept] for part in sequences.rows)))
     queries = random_queries(sequences, count, group).to(dtype)
     queries[0, 0, 0] = 0.5  # no range to encode
     assert_same(sequences, queries)

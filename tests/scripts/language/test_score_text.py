@@ -26,7 +26,6 @@ def score(text: str, system: str, budget: int | None, kl: float) -> Score:
         ratio_p5=0.3,
         largest_difference=1.5,
         sparse_from=1,
-        kl_after_transition=[kl] * 40,
     )
 
 
