@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import msgspec
 
@@ -101,7 +102,7 @@ async def send_both(
         pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port}
         body = pair | {"bootstrap_room": secrets.randbits(62)}
         answers = [Answer(len(prompt)) for _ in servers]
-        sampling = {"max_new_tokens": count, "custom_params": {"wire_codes": codes}}
+        sampling: dict[str, Any] = {"max_new_tokens": count, "custom_params": {"wire_codes": codes}}
         asked = [
             follow(session, server.url, prompt, answer, options=body, **sampling)
             for server, answer in zip(servers, answers, strict=True)
