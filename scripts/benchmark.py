@@ -42,6 +42,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         help="of an answer. Reasoning needs room: a chain that is cut short hides what happens at "
         "the end of a long one, where a cache rank has most to lose")  # fmt: skip
     add("--no-thinking", action="store_true", help="tell the chat template enable_thinking=false")
+    add("--prompt", type=Path, metavar="FILE", help="a prompt file of sgl-eval, instead of its own")
     add("--dense", action="store_true", help="ask a server with a cache rank to answer dense")
 
     compare = commands.add_parser("compare", help="compare two folders of runs by question")

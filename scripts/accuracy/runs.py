@@ -158,6 +158,8 @@ def arguments(options: Namespace, url: str, folder: Path, threads: int) -> list[
     command += ["--chat-template-kwarg", f"enable_thinking={thinking}"]
     if options.num_examples:
         command += ["--num-examples", str(options.num_examples)]
+    if options.prompt:
+        command += ["--prompt", str(options.prompt)]
     if options.from_dataset:
         command += ["--from-dataset", str(options.from_dataset)]
     elif options.benchmark == "math500":
