@@ -15,7 +15,7 @@ LEAST_OUTPUTS = 64
 """SGLang's kernel takes multiples of these, and of GROUP inputs."""
 
 _SHARES = (1.0, 0.9, 0.8)
-"""Of the largest element of a group, what -8 may stand for; the others are cut off there."""
+"""Shares of the largest element of a group that code -8 may stand for; larger ones are cut off."""
 
 _ROWS_AT_ONCE = 512
 """Outputs that are rounded in one go: an update of weights finds little memory."""

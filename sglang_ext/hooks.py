@@ -101,12 +101,12 @@ def process_result(
 
 
 def after_request(result: None, request: Any, *_: Any, **__: Any) -> None:
-    """Keep apart what requests must not reuse of each other."""
+    """Give a request a namespace of the radix cache where it must not reuse what others left."""
     before_match(request)
 
 
 def before_match(request: Any, *_: Any, **__: Any) -> None:
-    """Keep a prompt apart from what other weights have computed; it may have waited meanwhile."""
+    """Keep a prompt from reusing what other weights have computed while it waited."""
     rank = selecting.rank()
     if rank is not None:
         rank.before_match(request)
@@ -143,7 +143,7 @@ def before_pause(scheduler: Any, pause: Any, *_: Any, **__: Any) -> None:
 def abort_request(
     original: Callable[..., None], scheduler: Any, abort: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Let requests be found that are to be queued a turn later."""
+    """Let SGLang find requests that are queued a turn later, where it looks for queued ones."""
     rank = inference_rank.current()
     if rank is None:
         return original(scheduler, abort, *args, **kwargs)

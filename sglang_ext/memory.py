@@ -1,4 +1,4 @@
-"""What a cache rank takes of the memory that SGLang's pool would have, by its arguments alone.
+"""How much memory of SGLang's pool a cache rank takes, by a server's arguments alone.
 
 Beyond the rows that SGLang's allocator hands out, K and V buffers have rows of our own:
 

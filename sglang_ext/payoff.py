@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepTime(NamedTuple):
-    """How long a step takes that reads so much.
+    """How long a step takes, by the bytes that it reads.
 
     Attributes:
         least: seconds of one that reads no keys.
@@ -91,7 +91,7 @@ class Payoff(NamedTuple):
         return self.dense.of(read), self.sparse.of(drafts), verified
 
     def shortest(self, requests: int, attended: Callable[[int], int], lengths: range) -> int | None:
-        """The least of some lengths from which so many sparse requests have shorter steps.
+        """The least of some lengths from which selection makes the steps of requests shorter.
 
         Args:
             requests: all of one length.

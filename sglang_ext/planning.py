@@ -17,8 +17,8 @@ from cache_rank.residency import capacity_tokens, memory_for_tokens
 from sglang_ext.flags import make_config
 from sglang_ext.prediction import choose_schedule, rotary_type
 
-# Seconds beside bytes: of a layer of the model; of a layer and of a layer group in the cache rank;
-# and there, in a layer for each request and KV head, to gather, and to compare heads by the tokens
+# Seconds beside those of bytes: of a layer of the model; on the cache rank of a layer, of a layer
+# group, and in a layer for each request and KV head to gather, and to compare heads by the tokens
 # attended to.
 _LAYER, _CACHE_LAYER, _CACHE_GROUP, _GATHER, _NORMALIZER = 54e-6, 10e-6, 65e-6, 0.05e-6, 0.1e-6
 

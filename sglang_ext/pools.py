@@ -101,7 +101,7 @@ def _hidden_state(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def _rotary(model: torch.nn.Module, forecasts: bool) -> Rotary:
-    """What queries are rotated by, if it can be told; a forecast cannot do without."""
+    """The rotary embedding of queries, if it can be told; forecasts need it."""
     try:
         return rotary_of(model)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Whether a port can be had, asked before the model is loaded: SGLang listens at the end."""
+"""Checks that a port is free before the model is loaded; SGLang binds it afterwards."""
 
 from __future__ import annotations
 

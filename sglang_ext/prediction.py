@@ -11,7 +11,7 @@ FORECAST_ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausa
 """Queries of these are forecast by default; those of others can be, if the user says so."""
 
 FORECAST_ROTARY_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
-"""Of these, a position is rotated at rates that no request's length changes; see rotary.py."""
+"""Rotary embeddings of these types rotate alike in requests of all lengths; see rotary.py."""
 
 FORECAST_GROUP_LAYERS = 2
 HISTORY_GROUP_LAYERS = CacheRankConfig(ModelShape(1, 1, 1, 8, "bfloat16", 1.0)).layers_per_group

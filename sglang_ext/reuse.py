@@ -18,8 +18,9 @@ DENSE_NAMESPACE = "cache_rank: false"
 """Of requests that ask to stay dense."""
 
 _NAMESPACE = "cache rank ["
-"""Before the extra_key of a request that is kept apart, with why, and before what clients begin so:
-else one could name a part of the tree that is not its own.
+"""A namespace begins so, and goes on with the reason. It stands before a request's extra_key. An
+extra_key of a client that begins so gets one too: else it could name a part of the tree that is not
+the client's own.
 """
 
 

@@ -1,4 +1,4 @@
-"""The rotary position embedding of a model, by the frequencies that SGLang makes its table of."""
+"""The rotary position embedding of a model: the frequencies by which SGLang makes its table."""
 
 from __future__ import annotations
 

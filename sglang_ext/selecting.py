@@ -8,7 +8,7 @@ from sglang_ext.two_ranks import inference_rank
 from sglang_ext.two_ranks.inference_rank import InferenceRank
 
 SelectingRank = InlineRank | InferenceRank
-"""What hooks and rounds of drafts ask: both have the same methods, under one name each."""
+"""Hooks and rounds of drafts call either of these, whose methods have the same names."""
 
 
 def rank() -> SelectingRank | None:
