@@ -104,21 +104,21 @@ def test_a_refused_row_attends_to_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
+    ("name", "options", "count"),
     [
-        *(("quantspec", {}), ("lynx", {"reading": "anchor"})),
-        *(("mosaickv", {"segment": 512, "threshold": 20, "dropped": 25}), ("mosaickv", {})),
+        *(("quantspec", {}, 1), ("lynx", {"reading": "anchor"}, 3)),
+        *(("mosaickv", {"segment": 512, "threshold": 20, "dropped": 25}, 1), ("mosaickv", {}, 3)),
     ],
     ids=str,
 )
 def test_triton_attends_to_all_that_is_held(
-    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    name: str, options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the interpreter; scores of these residencies read the upper plane alone."""
     monkeypatch.setattr(attending, "_MOST_SPLITS", 3)
     wide = msgspec.structs.replace(MODEL, head_dim=64, scale=0.125)
     sequences = held_together(name, wide, **options)
-    queries = torch.randn(len(sequences), 3, wide.query_heads, wide.head_dim)
+    queries = torch.randn(len(sequences), count, wide.query_heads, wide.head_dim)
     positions = [held.resident - 1 for held in sequences]
     rows = rows_of(sequences, positions, refused=(2,))
     expected = sequences[0].residency.attend(rows, 1, queries)

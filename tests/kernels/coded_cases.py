@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -156,7 +157,8 @@ def empty(
 ) -> CodedTokens:
     """No tokens yet; what was never written is not a number, or an odd code."""
     if head_dim is None:  # matrix units multiply no fewer channels than 64
-        head_dim = 64 if device.type == "cuda" else 16
+        of_gpus = device.type == "cuda" or "KERNELS_ARE_COMPILED" in os.environ
+        head_dim = 64 if of_gpus else 16
     held_as = (FORMATS | ATTENDED)[name]
     codecs = held_as.codecs(dtype)
 

@@ -56,11 +56,12 @@ def compile_once(
     if "INTERPRETED" in kwargs:
         kwargs["INTERPRETED"] = False
     head_dim = kwargs.get("HEAD_DIM", getattr(kwargs.get("LAYOUT"), "head_dim", LEAST_HEAD_DIM))
-    heads = "heads of models" if head_dim >= LEAST_HEAD_DIM else "small heads"
     functions = [each for each in kwargs.values() if isinstance(each, JITFunction)]
     names = [f"{each.fn.__module__}.{each.__name__}" for each in (kernel, *functions)]
-    dtypes = [str(each.dtype) for each in args if isinstance(each, torch.Tensor)]
-    variant = (*names, heads, *dtypes)
+    differs = ["small heads"]  # of any dtype: they show little
+    if head_dim >= LEAST_HEAD_DIM:
+        differs = [str(each.dtype) for each in args if isinstance(each, torch.Tensor)]
+    variant = (*names, *differs)
     if variant in _compiled:
         return
     try:
