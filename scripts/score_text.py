@@ -86,7 +86,7 @@ class Tokens(NamedTuple):
 
 
 def tokenize(options: argparse.Namespace) -> list[Tokens]:
-    """The first tokens of each text."""
+    """The first tokens of each text; UsageError if one is too short, or cannot be read."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder_of(options.model))
     before = options.context - options.tokens - options.warm_up
     found = []

@@ -123,15 +123,8 @@ def serves_without_python() -> bool:
 HAS_GRAMMARS_ON_CPUS = IS_NEW
 """In the old release a request with a grammar ends the scheduler of a CPU engine."""
 
-
-def keep_retracted_in_tensors(args: Any) -> None:
-    """Let a decode server keep retracted requests as the old release does.
-
-    The new one has a pool of pinned memory for them, which needs a GPU, and of which we do not know
-    when it is filled.
-    """
-    if IS_NEW:
-        args.disaggregation_decode_retraction_backup = "cpu_tensor"
+POOLS_RETRACTED = IS_NEW
+"""A decode server may keep retracted requests in a pool of pinned memory, which the old has not."""
 
 
 # Pools and requests.

@@ -172,8 +172,9 @@ class CacheRankServerArgs(CacheRankFlags):
         if not self.on_gpu:
             # It records an event of a GPU.
             os.environ.setdefault("SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX", "0")
-        if self.has_cache_rank or not self.on_gpu:
-            compat.keep_retracted_in_tensors(self)
+        if compat.POOLS_RETRACTED and (self.has_cache_rank or not self.on_gpu):
+            why = "a pool for them needs a GPU, and a cache rank is not told when it is filled"
+            self._set("disaggregation_decode_retraction_backup", "cpu_tensor", why)
 
     def _set_for_drafts(self) -> None:
         # Imported here: a refused flag need not wait for it.

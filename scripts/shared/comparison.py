@@ -112,7 +112,7 @@ def read_options(
 
 
 def make_systems(options: argparse.Namespace) -> list[System]:
-    """The systems of a command line, each with each budget that its label leaves open."""
+    """The systems of a command line, with each budget left open; UsageError if one is of speed."""
     systems: dict[str, System] = {}
     for label in options.systems:
         system = System.parse(label)

@@ -107,7 +107,7 @@ SYSTEMS = {
 
 
 def parse_assignments(text: str) -> dict[str, Any]:
-    """Read `facts=128,hops=80`; a value is JSON, or else a text."""
+    """Read `facts=128,hops=80`; a value is JSON, or else a text. UsageError without `=`."""
     found: dict[str, Any] = {}
     for assignment in filter(None, text.split(",")):
         name, equals, value = assignment.partition("=")

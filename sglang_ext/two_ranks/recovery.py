@@ -226,12 +226,11 @@ class CacheRankClient:
         self.to_queue.append(request)
 
 
-def _retracted_queue(scheduler: Any) -> list[Any]:
-    """Where SGLang looks for retracted requests; on a decode server they hold no slot there."""
-    only_decodes = scheduler.server_args.disaggregation_mode == "decode"
-    holder = scheduler.disagg_decode_prealloc_queue if only_decodes else scheduler
-    queue: list[Any] = holder.retracted_queue if only_decodes else holder.waiting_queue
-    return queue
+def _retracted_queue(scheduler: Any) -> Any:
+    """The list in which SGLang looks for retracted requests."""
+    if scheduler.server_args.disaggregation_mode == "decode":
+        return scheduler.disagg_decode_prealloc_queue.retracted_queue
+    return scheduler.waiting_queue
 
 
 def _has_left(request: Any, running_batch: Any) -> bool:
