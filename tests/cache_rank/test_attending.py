@@ -112,13 +112,18 @@ def test_a_refused_row_attends_to_nothing(name: str) -> None:
     ids=str,
 )
 def test_triton_attends_to_all_that_is_held(
-    name: str, options: dict[str, Any], count: int, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    options: dict[str, Any],
+    count: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the interpreter; scores of these residencies read the upper plane alone."""
+    """Of the same codes; scores of these residencies read the upper plane alone."""
     monkeypatch.setattr(attending, "_MOST_SPLITS", 3)
+    monkeypatch.setattr(by_device, "is_on_gpu", lambda *arguments: False)
     wide = msgspec.structs.replace(MODEL, head_dim=64, scale=0.125)
-    sequences = held_together(name, wide, **options)
-    queries = torch.randn(len(sequences), count, wide.query_heads, wide.head_dim)
+    sequences = held_together(name, wide, device=device, **options)
+    queries = torch.randn(len(sequences), count, wide.query_heads, wide.head_dim).to(device)
     positions = [held.resident - 1 for held in sequences]
     rows = rows_of(sequences, positions, refused=(2,))
     expected = sequences[0].residency.attend(rows, 1, queries)
