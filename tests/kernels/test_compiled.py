@@ -26,7 +26,8 @@ PARTS_OF_OTHERS = {"nibbles", "wire"}
 """Folders without a kernel of their own."""
 
 
-@pytest.mark.timeout(1000)  # minutes of a core, which it shares with servers of other tests
+@pytest.mark.thorough  # two minutes of a core, many more beside servers: `.ci/run` runs it alone
+@pytest.mark.timeout(1000)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="all kernels are compiled and run")
 def test_kernels_compile_for_hopper() -> None:
     path = os.pathsep.join((str(HERE), os.environ.get("PYTHONPATH", "")))
