@@ -54,7 +54,9 @@ class Readback:
             self._host = tensor.clone()
             return
         if self._host is None or self._host.shape != tensor.shape:
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
+            )
         self._host.copy_(tensor, non_blocking=True)
         self._done = self._done or torch.cuda.Event()
         self._done.record()
