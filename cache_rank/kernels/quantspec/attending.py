@@ -46,7 +46,7 @@ def attending(tokens: CodedTokens, padded: int) -> Parameters:
     assert tokens.codecs[1] == codec._replace(per_channel=False)
     launch = Launch(warps=2, programs=4 if codec.read_bits == 8 else 6)
     if padded > 8:
-        launch = Launch(warps=4 if padded <= 64 else 8, stages=5)
+        launch = Launch(warps=4 if padded <= 64 else 8)
     return Parameters((), _Attending(codec.read_bits), launch)
 
 
@@ -147,6 +147,16 @@ def attend(
 
 
 @triton.jit
+def _side_by_side(parts, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Make the four parts of words [SIZE, D / 4] one [SIZE, D]: those of a word follow each other.
+
+    Its columns 4 w to 4 w + 3 are of the parts 0, 2, 1, 3 of word w.
+    """
+    pairs = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
+    return tl.reshape(pairs, (SIZE, HEAD_DIM))
+
+
+@triton.jit
 def attend_many(
     key_planes,
     value_planes,
@@ -176,31 +186,27 @@ def attend_many(
     OFFSET: tl.constexpr = 1032.0 if BITS == 8 else 64.0
     row, word, token = tl.arange(0, PADDED)[:, None], tl.arange(0, WORDS), tl.arange(0, SIZE)
     at = token[:, None] * WORDS + word[None, :]  # [group tokens, D / 4] words
-    # Of each part [PADDED, D / 4] queries
-    own = queries + row * HEAD_DIM + 2 * word[None, :]
-    query = [
-        (tl.load(own + (i // 2 * 2 * WORDS + i % 2), mask=row < GROUP, other=0.0) * scale).to(
-            tl.float16
-        )
-        for i in (0, 1, 2, 3)
-    ]
+    # The channels of codes as `_side_by_side` leaves them.
+    column = tl.arange(0, HEAD_DIM)
+    channel = column % 2 * 2 * WORDS + column // 4 * 2 + column // 2 % 2
+    own = queries + row * HEAD_DIM + channel[None, :]
+    query = (tl.load(own, mask=row < GROUP, other=0.0) * scale).to(tl.float16)
     largest = tl.full((PADDED,), -1e30, tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
-    sums = [tl.zeros((PADDED, WORDS), tl.float32) for _ in (0, 1, 2, 3)]
+    sums = tl.zeros((PADDED, HEAD_DIM), tl.float32)
     for first in tl.range(start, stop, SIZE, num_stages=STAGES):
         group = place_in_pages(pages, first, layer, head, LAYOUT) // SIZE
         words = group * SIZE * WORDS
         # Numbers of two bytes are not copied ahead: they come while keys are multiplied.
         step, zero = _load_relative_to(value_planes, group * SIZE + token, BITS)
-        codes = _load_codes(key_planes, words + at, BITS, INTERPRETED)
-        logits = tl.zeros((PADDED, SIZE), tl.float32)
-        for half in tl.static_range(2):
-            channel = group * HEAD_DIM + half * 2 * WORDS + 2 * word[:, None] + tl.arange(0, 2)
-            steps, zeros = _load_relative_to(key_planes, channel, BITS)
-            steps, zeros = tl.split(steps.to(tl.float16)), tl.split(zeros.to(tl.float16))
-            for i in tl.static_range(2):
-                key = (codes[2 * half + i] - OFFSET) * steps[i][None, :] + zeros[i][None, :]
-                logits = tl.dot(query[2 * half + i], tl.trans(key), logits)
+        pair = group * HEAD_DIM + 2 * word[:, None] + tl.arange(0, 2)
+        first_half = _load_relative_to(key_planes, pair, BITS)
+        second_half = _load_relative_to(key_planes, pair + HEAD_DIM // 2, BITS)
+        steps = tl.reshape(tl.join(first_half[0], second_half[0]), (HEAD_DIM,))
+        zeros = tl.reshape(tl.join(first_half[1], second_half[1]), (HEAD_DIM,))
+        codes = _side_by_side(_load_codes(key_planes, words + at, BITS, INTERPRETED), SIZE, HEAD_DIM)
+        key = (codes - OFFSET) * steps.to(tl.float16)[None, :] + zeros.to(tl.float16)[None, :]
+        logits = tl.dot(query, tl.trans(key))
         bits = tl.maximum(step, _LEAST_STEP).to(tl.int32, bitcast=True)
         exponent = ((bits >> 23) - 127).to(tl.float32)
         of_block = tl.max(logits + exponent[None, :], axis=1)
@@ -210,9 +216,11 @@ def attend_many(
         decay = tl.exp2(before - largest)
         total = total * decay + tl.sum(weights, axis=1)
         added = tl.sum(weights * zero[None, :], axis=1)
-        codes = _load_codes(value_planes, words + at, BITS, INTERPRETED)
-        sums = [
-            tl.dot(factor, codes[i] - OFFSET, sums[i] * decay[:, None] + added[:, None])
-            for i in (0, 1, 2, 3)
-        ]
-    return [tl.trans(sums[i]) for i in (0, 1, 2, 3)], largest, total
+        codes = _side_by_side(
+            _load_codes(value_planes, words + at, BITS, INTERPRETED), SIZE, HEAD_DIM
+        )
+        sums = tl.dot(factor, codes - OFFSET, sums * decay[:, None] + added[:, None])
+    halves = tl.split(tl.reshape(sums, (PADDED, WORDS, 2, 2)))
+    first, second = tl.split(halves[0]), tl.split(halves[1])
+    parts = [first[0], first[1], second[0], second[1]]
+    return [tl.trans(part) for part in parts], largest, total
