@@ -32,7 +32,7 @@ from cache_rank.kernels.sketch.products import (
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
 from cache_rank.kernels.sketch.triton import Launch
 
-LAUNCH = Launch(block=64, chunk=512, warps=2, stages=5)
+LAUNCH = Launch(block=64, chunk=1024, warps=2, stages=5)
 """How logits are spread over a GPU.
 
 A block waits for its rows and then for the sketches in them, so that five stages are two blocks of
