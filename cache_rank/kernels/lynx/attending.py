@@ -28,13 +28,22 @@ from cache_rank.kernels.coded.rounding import power_below
 from cache_rank.kernels.coded.tokens import place_in_pages
 from cache_rank.kernels.lynx.decoding import half_constants
 from cache_rank.kernels.lynx.reference import CHUNK, LEVELS, LynxCodec, fraction_of
-from cache_rank.kernels.nibbles.triton import parts_of_words
+from cache_rank.kernels.nibbles.triton import (
+    channels_of_joined,
+    join_parts,
+    parts_of_words,
+    split_parts,
+)
 
 _ALLOWED = 1 / 16
 """The polynomial may be off by this share of a level, beside what half precision rounds."""
 
 _HEADROOM = tl.constexpr(14.0)
 """The largest weight is 2 to this power: smaller ones then stay in the range of float16."""
+
+
+_MANY_CHUNKS = tl.constexpr(2)
+"""`attend_many` decodes so many chunks of a page at a time."""
 
 
 class _Attending(NamedTuple):
@@ -63,7 +72,7 @@ def attending(tokens: CodedTokens, padded: int) -> Parameters:
     coefficients = level_coefficients(alpha)
     constants = _Attending(CHUNK, in_full, coefficients, part_instructions(alpha, in_full))
     if padded > 8:
-        launch = Launch(warps=2 if padded <= 32 else 4)
+        launch = Launch(warps=4 if padded <= 64 else 8)
     elif tokens.rings[0].shape[-1] <= 128:
         launch = Launch(warps=1, registers=168, programs=12)
     else:
@@ -205,23 +214,27 @@ def _load_words(planes, at, INTERPRETED: tl.constexpr, CONSTANTS: tl.constexpr):
 
 
 @triton.jit
-def _relative_to(planes, place, dims, LAYOUT: tl.constexpr, CONSTANTS: tl.constexpr):
-    """What the codes of a chunk are relative to, in a unit, which is a power of two.
+def _relative_to(
+    planes, place, CHUNKS: tl.constexpr, LAYOUT: tl.constexpr, CONSTANTS: tl.constexpr
+):
+    """What the codes of chunks of a page are relative to, in a unit, which is a power of two.
 
     Args:
-        place: of the first token of the chunk, among those of all pages.
+        place: of the first token of the chunks, among those of all pages.
 
     Returns:
-        The unit, and spreads and means about it, (1, D / 4) float16 of each part.
+        The unit, and spreads and means about it, (CHUNKS, D / 4) float16 of each part.
     """
+    dims = tl.arange(0, LAYOUT.head_dim)[None, :]
     of_page = place // LAYOUT.group_tokens * LAYOUT.head_dim + dims
-    of_chunk = place // CONSTANTS.chunk * LAYOUT.head_dim + dims
+    chunk = place // CONSTANTS.chunk + tl.arange(0, CHUNKS)[:, None]
+    of_chunk = chunk * LAYOUT.head_dim + dims
     minimum, span = tl.load(planes[2] + of_page), tl.load(planes[3] + of_page)
     mean = minimum + span * tl.load(planes[4] + of_chunk).to(tl.float32)
     spread = span * tl.load(planes[5] + of_chunk).to(tl.float32)
     unit = power_below(tl.max(tl.maximum(tl.abs(minimum), tl.abs(minimum + span))))
     spread, mean = (spread / unit).to(tl.float16), (mean / unit).to(tl.float16)
-    return unit, parts_of_words(spread[None, :], 1, 4), parts_of_words(mean[None, :], 1, 4)
+    return unit, parts_of_words(spread, CHUNKS, 4), parts_of_words(mean, CHUNKS, 4)
 
 
 @triton.jit
@@ -258,7 +271,7 @@ def attend(
         place = place_in_pages(pages, first, layer, head, LAYOUT)
         words = place * WORDS
         # [chunk, D / 4] keys of each part, and [chunk, PADDED] logits
-        unit, spreads, means = _relative_to(key_planes, place, dims, LAYOUT, CONSTANTS)
+        unit, spreads, means = _relative_to(key_planes, place, 1, LAYOUT, CONSTANTS)
         at = words + token[:, None] * WORDS + word[None, :]
         anchors, residuals = _load_words(key_planes, at, INTERPRETED, CONSTANTS)
         keys = [
@@ -274,7 +287,7 @@ def attend(
         decay = tl.exp2(before - largest)
         total = total * decay + tl.sum(weights, axis=0)
         # [D / 4, chunk] values of each part
-        unit, spreads, means = _relative_to(value_planes, place, dims, LAYOUT, CONSTANTS)
+        unit, spreads, means = _relative_to(value_planes, place, 1, LAYOUT, CONSTANTS)
         at = words + token[None, :] * WORDS + word[:, None]
         anchors, residuals = _load_words(value_planes, at, INTERPRETED, CONSTANTS)
         spreads = [tl.trans(spreads[i]) for i in (0, 1, 2, 3)]
@@ -286,3 +299,74 @@ def attend(
         weights = weights.to(tl.float16)
         sums = [sums[i] * decay[None, :] + tl.dot(values[i], weights) * unit for i in (0, 1, 2, 3)]
     return sums, largest, total
+
+
+@triton.jit
+def attend_many(
+    key_planes,
+    value_planes,
+    queries,
+    pages,
+    layer,
+    head,
+    start,
+    stop,
+    scale,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    STAGES: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    CONSTANTS: tl.constexpr,
+):
+    """As `attend`, for more queries, which are the rows of products; see that of QuantSpec."""
+    HEAD_DIM: tl.constexpr = LAYOUT.head_dim
+    WORDS: tl.constexpr = HEAD_DIM // 4
+    row = tl.arange(0, PADDED)[:, None]
+    own = queries + row * HEAD_DIM + channels_of_joined(WORDS)[None, :]
+    query = tl.load(own, mask=row < GROUP, other=0.0) * scale
+    query_unit = power_below(tl.max(tl.abs(query), axis=1))
+    query = (query / query_unit[:, None]).to(tl.float16)
+    largest = tl.full((PADDED,), -1e30, tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    sums = tl.zeros((PADDED, HEAD_DIM), tl.float32)
+    for first in tl.range(start, stop, _MANY_CHUNKS * CONSTANTS.chunk, num_stages=STAGES):
+        place = place_in_pages(pages, first, layer, head, LAYOUT)
+        unit, keys = _decode_chunks(key_planes, place, INTERPRETED, LAYOUT, CONSTANTS)
+        logits = tl.dot(query, tl.trans(keys)) * (query_unit * unit)[:, None]
+        before, largest = largest, tl.maximum(largest, tl.max(logits, axis=1) - _HEADROOM)
+        weights = tl.exp2(logits - largest[:, None])
+        decay = tl.exp2(before - largest)
+        total = total * decay + tl.sum(weights, axis=1)
+        unit, values = _decode_chunks(value_planes, place, INTERPRETED, LAYOUT, CONSTANTS)
+        sums = sums * decay[:, None] + tl.dot(weights.to(tl.float16), values) * unit
+    parts = split_parts(sums, PADDED, WORDS)
+    return [tl.trans(parts[i]) for i in (0, 1, 2, 3)], largest, total
+
+
+@triton.jit
+def _decode_chunks(
+    planes, place, INTERPRETED: tl.constexpr, LAYOUT: tl.constexpr, CONSTANTS: tl.constexpr
+):
+    """Decode _MANY_CHUNKS from a place on: [tokens, D] in a unit, by `channels_of_joined`."""
+    CHUNKS: tl.constexpr = _MANY_CHUNKS
+    WORDS: tl.constexpr = LAYOUT.head_dim // 4
+    TOKENS: tl.constexpr = CHUNKS * CONSTANTS.chunk
+    unit, spreads, means = _relative_to(planes, place, CHUNKS, LAYOUT, CONSTANTS)
+    token = tl.reshape(place + tl.arange(0, TOKENS), (CHUNKS, CONSTANTS.chunk, 1))
+    words = token * WORDS + tl.arange(0, WORDS)[None, None, :]
+    anchors, residuals = _load_words(planes, words, INTERPRETED, CONSTANTS)
+    decoded = [
+        _decode_part(
+            anchors,
+            residuals,
+            spreads[i][:, None, :],
+            means[i][:, None, :],
+            i,
+            INTERPRETED,
+            CONSTANTS,
+        )
+        for i in (0, 1, 2, 3)
+    ]
+    parts = [tl.reshape(decoded[i], (TOKENS, WORDS)) for i in (0, 1, 2, 3)]
+    return unit, join_parts(parts, TOKENS, WORDS)

@@ -22,7 +22,7 @@ from cache_rank.kernels.coded.int8_split import int8_columns, load_query_half
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import is_finite, power_below, quotient
 from cache_rank.kernels.coded.tokens import load_group, place_in_pages, store_gathered
-from cache_rank.kernels.lynx.attending import attend, attending
+from cache_rank.kernels.lynx.attending import attend, attend_many, attending
 from cache_rank.kernels.lynx.decoding import (
     half_part,
     instructions,
@@ -341,5 +341,6 @@ FORMAT = Format(
     _scoring,
     keys_as_values=True,
     attend=attend,
+    attend_many=attend_many,
     attending=attending,
 )

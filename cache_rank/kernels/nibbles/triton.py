@@ -68,6 +68,27 @@ def parts_of_words(numbers, ROWS: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def join_parts(parts, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Make one (ROWS, 4 WORDS) of the four `parts_of_words`; see `channels_of_joined`."""
+    pairs = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
+    return tl.reshape(pairs, (ROWS, 4 * WORDS))
+
+
+@triton.jit
+def channels_of_joined(WORDS: tl.constexpr):
+    """The channels of the columns of `join_parts`: a word has four, of its parts 0, 2, 1, 3."""
+    column = tl.arange(0, 4 * WORDS)
+    return column % 2 * 2 * WORDS + column // 4 * 2 + column // 2 % 2
+
+
+@triton.jit
+def split_parts(joined, ROWS: tl.constexpr, WORDS: tl.constexpr):
+    """Take `join_parts` back."""
+    low, high = tl.split(tl.reshape(joined, (ROWS, WORDS, 2, 2)))
+    return tl.split(low) + tl.split(high)
+
+
+@triton.jit
 def code_as_half(words, PART: tl.constexpr, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
     """Unpack a part, see `parts_of_words`, of the codes of words of 16 bits: 64 + code, float16.
 

@@ -25,7 +25,14 @@ from cache_rank.kernels.coded.format import Launch, Parameters
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import power_below
 from cache_rank.kernels.coded.tokens import place_in_pages
-from cache_rank.kernels.nibbles.triton import both_nibbles_as_half, code_as_half, parts_of_words
+from cache_rank.kernels.nibbles.triton import (
+    both_nibbles_as_half,
+    channels_of_joined,
+    code_as_half,
+    join_parts,
+    parts_of_words,
+    split_parts,
+)
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 
 _LEAST_STEP = tl.constexpr(2.0**-100)
@@ -147,16 +154,6 @@ def attend(
 
 
 @triton.jit
-def _side_by_side(parts, SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """Make the four parts of words [SIZE, D / 4] one [SIZE, D]: those of a word follow each other.
-
-    Its columns 4 w to 4 w + 3 are of the parts 0, 2, 1, 3 of word w.
-    """
-    pairs = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
-    return tl.reshape(pairs, (SIZE, HEAD_DIM))
-
-
-@triton.jit
 def attend_many(
     key_planes,
     value_planes,
@@ -186,10 +183,7 @@ def attend_many(
     OFFSET: tl.constexpr = 1032.0 if BITS == 8 else 64.0
     row, word, token = tl.arange(0, PADDED)[:, None], tl.arange(0, WORDS), tl.arange(0, SIZE)
     at = token[:, None] * WORDS + word[None, :]  # [group tokens, D / 4] words
-    # The channels of codes as `_side_by_side` leaves them.
-    column = tl.arange(0, HEAD_DIM)
-    channel = column % 2 * 2 * WORDS + column // 4 * 2 + column // 2 % 2
-    own = queries + row * HEAD_DIM + channel[None, :]
+    own = queries + row * HEAD_DIM + channels_of_joined(WORDS)[None, :]
     query = (tl.load(own, mask=row < GROUP, other=0.0) * scale).to(tl.float16)
     largest = tl.full((PADDED,), -1e30, tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
@@ -204,7 +198,7 @@ def attend_many(
         second_half = _load_relative_to(key_planes, pair + HEAD_DIM // 2, BITS)
         steps = tl.reshape(tl.join(first_half[0], second_half[0]), (HEAD_DIM,))
         zeros = tl.reshape(tl.join(first_half[1], second_half[1]), (HEAD_DIM,))
-        codes = _side_by_side(_load_codes(key_planes, words + at, BITS, INTERPRETED), SIZE, HEAD_DIM)
+        codes = join_parts(_load_codes(key_planes, words + at, BITS, INTERPRETED), SIZE, WORDS)
         key = (codes - OFFSET) * steps.to(tl.float16)[None, :] + zeros.to(tl.float16)[None, :]
         logits = tl.dot(query, tl.trans(key))
         bits = tl.maximum(step, _LEAST_STEP).to(tl.int32, bitcast=True)
@@ -216,11 +210,7 @@ def attend_many(
         decay = tl.exp2(before - largest)
         total = total * decay + tl.sum(weights, axis=1)
         added = tl.sum(weights * zero[None, :], axis=1)
-        codes = _side_by_side(
-            _load_codes(value_planes, words + at, BITS, INTERPRETED), SIZE, HEAD_DIM
-        )
+        codes = join_parts(_load_codes(value_planes, words + at, BITS, INTERPRETED), SIZE, WORDS)
         sums = tl.dot(factor, codes - OFFSET, sums * decay[:, None] + added[:, None])
-    halves = tl.split(tl.reshape(sums, (PADDED, WORDS, 2, 2)))
-    first, second = tl.split(halves[0]), tl.split(halves[1])
-    parts = [first[0], first[1], second[0], second[1]]
-    return [tl.trans(part) for part in parts], largest, total
+    parts = split_parts(sums, PADDED, WORDS)
+    return [tl.trans(parts[i]) for i in (0, 1, 2, 3)], largest, total
