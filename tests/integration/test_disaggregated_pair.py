@@ -100,7 +100,7 @@ def test_answers_equal_those_of_the_same_pair(servers: Servers) -> None:
 
 
 def test_what_is_retracted_is_brought_back(servers: Servers, plain_server: Server) -> None:
-    """The pool has room for little more than half of what is written, whoever waits for whom."""
+    """The pool has room for little more than half of what is written."""
     prefill, full, *_ = servers
     wanted = {"return_logprob": True}
     prompts = [*PROMPTS, *random_prompts([110] * 3, seed=1)]

@@ -41,13 +41,12 @@ _ALLOWED = 1 / 16
 _HEADROOM = tl.constexpr(14.0)
 """The largest weight is 2 to this power: smaller ones then stay in the range of float16."""
 
-
 _MANY_CHUNKS = tl.constexpr(2)
 """`attend_many` decodes so many chunks of a page at a time."""
 
 
 class _Attending(NamedTuple):
-    """What `attend` is compiled for.
+    """What `attend` and `attend_many` are compiled for.
 
     Attributes:
         chunk: the tokens of a chunk.
@@ -319,7 +318,10 @@ def attend_many(
     LAYOUT: tl.constexpr,
     CONSTANTS: tl.constexpr,
 ):
-    """As `attend`, for more queries, which are the rows of products; see that of QuantSpec."""
+    """As `attend`, for more queries, which are the rows of products.
+
+    So a code becomes a number once, in shared memory, for queries in all warps.
+    """
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
     WORDS: tl.constexpr = HEAD_DIM // 4
     row = tl.arange(0, PADDED)[:, None]

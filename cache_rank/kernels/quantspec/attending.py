@@ -40,7 +40,7 @@ _LEAST_STEP = tl.constexpr(2.0**-100)
 
 
 class _Attending(NamedTuple):
-    """What `attend` is compiled for: how many bits of keys and values are read, 4 or 8."""
+    """What both functions are compiled for: how many bits of keys and values are read, 4 or 8."""
 
     bits: int
 
