@@ -89,7 +89,8 @@ JITFunction.run = compile_once  # type: ignore[method-assign]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    session.exitstatus = 1 if _refused else 0
+    if session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        session.exitstatus = 1 if _refused else 0
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
