@@ -95,6 +95,13 @@ def takes_codes(config: CacheRankConfig) -> bool:
     return holds_codes and config.score_keys == "resident"
 
 
+def same_codes(one: CacheRankConfig, other: CacheRankConfig) -> bool:
+    """Whether the same tokens are the same bytes in pages of both."""
+    name = one.kv_residency
+    ours, theirs = (FORMATS[name].settings(each.kv_residency_options) for each in (one, other))
+    return other.kv_residency == name and ours == theirs
+
+
 def bytes_per_token(config: CacheRankConfig) -> int:
     """Memory of one token in the configured format, and of its sketch if there is one."""
     return sum(part.bytes_per_token(config) for part in _parts(config))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -78,6 +79,19 @@ class PageEncoder:
         """Where the tokens of complete pages are put to be encoded, (2, layers, count, Hkv, D)."""
         shape = bulk_shape(self._config, count)
         return self._memory[: math.prod(shape)].view(shape)
+
+    def pack(self, page: Sequence[Tensor], packed: Tensor) -> None:
+        """Put a page that came as codes to memory of the `size`, as `encode` would.
+
+        Args:
+            page: of each of `Residency.page_planes`, (layers, bytes) uint8; of more layers than the
+                cache rank holds these are the last.
+        """
+        not_finite, planes = self._layout(1).of(packed)
+        not_finite.zero_()
+        for plane, came in zip(sum(planes, ()), page, strict=True):
+            held = plane[0].flatten(1).view(torch.uint8)
+            held.copy_(came[-len(held) :])
 
     def encode(self, tokens: Tensor, packed: Tensor) -> None:
         """Encode what was put into `room` to memory of the `size`, uint8; see `CodedPages`."""

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from cache_rank.pages import PAGE_TOKENS
-from sglang_ext.disaggregation.codec import HostPages, PoolRows, memory_of
+from sglang_ext.disaggregation.codec import HostPages, PageCodec, PoolRows, memory_of
 from sglang_ext.disaggregation.wire import (
     SILENCE_SECONDS,
     Alive,
@@ -52,6 +52,7 @@ class Arrival:
         hello: Hello,
         rows: Tensor,
         after: Sequence[Any],
+        pass_on: Callable[[int, Tensor, PageCodec, Tensor], None],
         write_beside: Callable[[Tensor], None],
         look_up_peer: Callable[[], tuple[str, int] | None],
     ) -> None:
@@ -60,12 +61,15 @@ class Arrival:
         Args:
             rows: (n,) int64 pool rows of the tokens, on the host.
             after: on a GPU, events after which nothing else writes to these rows.
+            pass_on: called for a page that is in its rows, with its first token, its rows, and as
+                what it has come, in memory of the device.
             write_beside: called with the rows, on the device, when they have K and V.
             look_up_peer: asks where the peer is now, on a thread, if nobody is there.
         """
         self.failure: str | None = None
         self.metadata: bytes | None = None
-        self._pool, self._pages, self._write_beside = pool, pages, write_beside
+        self._pool, self._pages = pool, pages
+        self._pass_on, self._write_beside = pass_on, write_beside
         self._secret, self._hello, self._after = secret, hello, after
         self._look_up_peer = look_up_peer
         self._rows_on_host = rows
@@ -141,6 +145,7 @@ class Arrival:
             packed = buffer[:size].to(pool.device, non_blocking=True)
             if codec is not None:
                 codec.decode(packed, rows)
+                self._pass_on(self._placed, rows, codec, packed)
             else:
                 pool.put_raw(packed, rows)
             mark = pool.mark()

@@ -7,6 +7,7 @@ sockets for transfers are not used: each request has a connection of its own, se
 from __future__ import annotations
 
 import ctypes
+import functools
 import time
 from typing import Any
 
@@ -23,7 +24,7 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.utils import KVClassType
 
 from sglang_ext.disaggregation.arriving import Arrival
-from sglang_ext.disaggregation.codec import HostPages, PoolRows
+from sglang_ext.disaggregation.codec import HostPages, PageCodec, PoolRows
 from sglang_ext.disaggregation.departing import Departure, Listener
 from sglang_ext.disaggregation.wire import (
     SILENCE_SECONDS,
@@ -33,6 +34,7 @@ from sglang_ext.disaggregation.wire import (
 )
 from sglang_ext.flags import WIRE_FORMATS
 from sglang_ext.inline import starting
+from sglang_ext.two_ranks import inference_rank
 
 
 class CodedKVManager(CommonKVManager):
@@ -97,6 +99,20 @@ class CodedKVManager(CommonKVManager):
             self.prefill_info_table.pop(bootstrap_addr, None)
             for key in [k for k in self.connection_pool if k.startswith(bootstrap_addr)]:
                 del self.connection_pool[key]
+
+    def pass_on(
+        self,
+        request: Any,
+        tokens: int,
+        start: int,
+        rows: torch.Tensor,
+        codec: PageCodec,
+        packed: torch.Tensor,
+    ) -> None:
+        """Let the cache rank have a page of a prompt, in the codes in which it came if it may."""
+        if (rank := inference_rank.current()) is not None:
+            page = codec.planes(packed) if rank.takes(codec.config) else None
+            rank.on_page_arrived(request, tokens, start, rows, page)
 
     def sketch(self, rows: torch.Tensor) -> None:
         """Write sketches of what has come to pool rows, where this process selects by them."""
@@ -205,9 +221,14 @@ class CodedKVSender(CommonKVSender):
 
 
 class CodedKVReceiver(CommonKVReceiver):
-    """Receives one request's K and V."""
+    """Receives one request's K and V.
+
+    Attributes:
+        request: SGLang's.
+    """
 
     conclude_state: int | None
+    request: Any
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._arrival: Arrival | None = None
@@ -230,6 +251,7 @@ class CodedKVReceiver(CommonKVReceiver):
             manager.hello(self.bootstrap_room, len(kv_indices)),
             torch.from_numpy(kv_indices.astype(np.int64)),
             manager.after_forward_passes(),
+            functools.partial(manager.pass_on, self.request, len(kv_indices)),
             manager.sketch,
             self._look_up_peer,
         )

@@ -130,7 +130,11 @@ class PoolRows:
 
 
 class PageCodec:
-    """Packs pages of PAGE_TOKENS tokens in a format of the cache rank, with all layers."""
+    """Packs pages of PAGE_TOKENS tokens in a format of the cache rank, with all layers.
+
+    Attributes:
+        config: of a cache rank that would hold them so.
+    """
 
     def __init__(self, pool: PoolRows, codes: str) -> None:
         of_token = pool.shape
@@ -143,7 +147,7 @@ class PageCodec:
             scale=1.0,
         )
         self._pool = pool
-        config = codes_of(codes, shape)
+        self.config = config = codes_of(codes, shape)
         self._held = residency.create(config, 1, pool.device)
         # Some formats encode the last tokens of a page when so many more have come.
         self._behind = residency.shared_tail(config) or 0
@@ -173,6 +177,11 @@ class PageCodec:
     def check(self) -> None:
         """Raise ValueError if a page held what cannot be encoded; its work must be done."""
         self._held.check()
+
+    def planes(self, packed: Tensor) -> list[Tensor]:
+        """What `encode` has packed as planes, (layers, bytes) uint8; see `PageEncoder.pack`."""
+        sizes = [plane[0].nbytes for plane in self._held.page_planes()]
+        return [part.view(self._pool.shape.layers, -1) for part in packed.split(sizes)]
 
     def decode(self, packed: Tensor, rows: Tensor) -> None:
         """Write what `encode` has packed to pool rows."""

@@ -55,6 +55,11 @@ def choose_codes(is_created: bool, queue: Any, request: Any, *_: Any, **__: Any)
         request.disagg_kv_sender.codes = wanted
 
 
+def note_request(created: Any, *_: Any, **__: Any) -> None:
+    """Tell a receiver its request."""
+    created.kv_receiver.request = created.req
+
+
 def sketch_resumed(resumed: list[Any], queue: Any, *_: Any, **__: Any) -> None:
     """Write sketches of requests whose K and V come back from the host, to other rows."""
     if queue.transfer_backend.value != TRANSFERS:
@@ -124,6 +129,12 @@ TRANSFER_HOOKS = (
         HookType.AFTER,
         choose_codes,
         "a sender is not told its request",
+    ),
+    Hook(
+        f"{_QUEUES['decode']}._create_receiver_and_enqueue",
+        HookType.AFTER,
+        note_request,
+        "a receiver is not told its request",
     ),
     Hook(
         f"{_QUEUES['decode']}.resume_retracted_reqs",

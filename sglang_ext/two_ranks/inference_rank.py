@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from sglang.srt.runtime_context import get_parallel
 from torch import Tensor
 
-from cache_rank.config import ModelShape
+from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.protocol import End, Flush, KeyBasis, QueryProjection
-from cache_rank.residency import FORMATS, shared_tail
+from cache_rank.residency import FORMATS, same_codes, shared_tail
 from sglang_ext import compat, reuse
 from sglang_ext.drafts.number import DraftNumber
 from sglang_ext.ineffective_flags import warn_small_capacity
@@ -263,6 +263,31 @@ class InferenceRank:
         """Let a request find what the weights of today have computed, if it has nothing yet."""
         sparse_tokens = self.args.reuse_sparse_tokens == "on"
         reuse.set_namespace(request, sparse_tokens, self.lifecycle.weight_updates)
+
+    def takes(self, codes: CacheRankConfig) -> bool:
+        """Whether pages that come in these codes can go on to the cache rank as they are."""
+        return self._coded_tokens > 0 and same_codes(codes, self.config)
+
+    def on_page_arrived(
+        self,
+        request: Any,
+        tokens: int,
+        start: int,
+        pool_rows: Tensor,
+        page: Sequence[Tensor] | None,
+    ) -> None:
+        """Ship a page of a prompt that another server has prefilled, while the rest is coming.
+
+        Args:
+            tokens: of the prompt.
+            start, pool_rows, page: see `Shipping.ship_arrived`.
+        """
+        if start == 0:
+            is_up = self.cache_rank.exchange is not None
+            self.planner.begin_arriving(request, tokens + 1, is_up)
+        row = compat.pool_state(request).req_pool_idx
+        if (sequence := self.lifecycle.live.get(row)) is not None:
+            self._shipping.ship_arrived(sequence, start, pool_rows, page)
 
     def on_prefilled(self, requests: list[Any]) -> None:
         """Read the rows of prompts anew in the next step.

@@ -3,9 +3,13 @@
 Complete pages go as codes, if the format takes them, while more is missing than a chunk of tokens
 as they are. The rest goes as it is, and with it what the format may read as it came: the last
 tokens of these pages.
+
+What another server prefills is shipped page by page as it comes, before the request decodes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -41,8 +45,7 @@ class Shipping:
 
     def advance(self, sequence: SparseSequence, length: int) -> None:
         """Ship the next tokens of a request that has `length` in the pool, or let it wait."""
-        shares = self._lifecycle.prompts is not None
-        if sequence.ended or (shares and not sequence.prefix.began and not self._take(sequence)):
+        if not self._may_go_on(sequence):
             return
         if coded := self._pages_to_ship(sequence, length):
             pool_rows = self._pool_rows(sequence, sequence.complete, coded)
@@ -50,7 +53,41 @@ class Shipping:
         elif (count := min(length - sequence.shipped, self._chunk_tokens)) > 0:
             pool_rows = self._pool_rows(sequence, sequence.shipped, count)
             self._cache_rank.call(lambda exchange: exchange.ship(sequence, pool_rows))
-        if shares and not sequence.ended and (names := self._lifecycle.name_shipped(sequence)):
+        self._name_shipped(sequence)
+
+    def ship_arrived(
+        self, sequence: SparseSequence, start: int, pool_rows: Tensor, page: Sequence[Tensor] | None
+    ) -> None:
+        """Ship a page of a prompt that has just come, unless it has to wait for another's.
+
+        Args:
+            start: of the page.
+            pool_rows: (PAGE_TOKENS,) int64, where its tokens are.
+            page: its codes, if the cache rank takes these; see `PageEncoder.pack`.
+        """
+        if not self._may_go_on(sequence):
+            return
+        if start != (sequence.complete if self._coded_tokens else sequence.shipped):
+            return
+        if page is not None:
+            self._cache_rank.call(lambda exchange: exchange.pass_on(sequence, page))
+        elif self._coded_tokens:
+            self._cache_rank.call(lambda exchange: exchange.ship_pages(sequence, pool_rows))
+        else:
+            self._cache_rank.call(lambda exchange: exchange.ship(sequence, pool_rows))
+        self._name_shipped(sequence)
+
+    def _may_go_on(self, sequence: SparseSequence) -> bool:
+        """Whether a request goes on from what the cache rank has of it, and is not to wait."""
+        if sequence.ended or self._lifecycle.prompts is None:
+            return not sequence.ended
+        return sequence.prefix.began or self._take(sequence)
+
+    def _name_shipped(self, sequence: SparseSequence) -> None:
+        """Let others have the pages that are complete."""
+        if self._lifecycle.prompts is None or sequence.ended:
+            return
+        if names := self._lifecycle.name_shipped(sequence):
             self._cache_rank.tell(Share(sequence.sequence_id, names))
 
     def _pool_rows(self, sequence: SparseSequence, start: int, count: int) -> Tensor:

@@ -227,6 +227,15 @@ class StepPlanner:
             sequence.statistics.dense_reason = "shipping"
             self.table.forget(sequence.row)
 
+    def begin_arriving(self, request: Any, length: int, is_up: bool) -> None:
+        """Begin a sequence for a request whose prompt comes from elsewhere, if it may.
+
+        Args:
+            length: in its first step, the current token included.
+        """
+        prepare_requests([request])
+        self._begin(request, length, is_up, self._pays_from([request], [length]))
+
     def plan(self, requests: Sequence[Any], lengths: Sequence[int], is_up: bool) -> StepPlan:
         """Decide what every request of a decode step does, see `DecodeStep.run`."""
         prepare_requests(requests)

@@ -114,6 +114,7 @@ class ExchangeCounters:
     bulk_bytes: int = 0
     tokens_shipped: int = 0
     tokens_adopted: int = 0
+    tokens_passed_on: int = 0
     tokens_restored: int = 0
 
 
@@ -226,9 +227,27 @@ class Exchange(ABC):
         tokens = self._encoder.room(count)
         collect_tokens(self._slots.keys, self._slots.values, pool_rows, tokens)
         with self._encoding():
-            load = Load(sequence.sequence_id, sequence.complete, count, as_codes=True)
             self._encoder.encode(tokens, shipment)
-            self._send_shipment(load, shipment)
+            self._send_pages(sequence, count, shipment)
+
+    def pass_on(self, sequence: SparseSequence, page: Sequence[Tensor]) -> None:
+        """Send the next complete page of a prompt as the codes in which it came.
+
+        It goes on as after `ship_pages`.
+
+        Args:
+            page: see `PageEncoder.pack`.
+        """
+        assert self._encoder is not None
+        shipment = self._make_room(self._encoder.size(PAGE_TOKENS))
+        self._encoder.pack(page, shipment)
+        with self._encoding():
+            self._send_pages(sequence, PAGE_TOKENS, shipment)
+        self.counters.tokens_passed_on += PAGE_TOKENS
+
+    def _send_pages(self, sequence: SparseSequence, count: int, shipment: Tensor) -> None:
+        load = Load(sequence.sequence_id, sequence.complete, count, as_codes=True)
+        self._send_shipment(load, shipment)
         sequence.complete += count
         sequence.shipped = sequence.complete - self._tail_tokens
 

@@ -9,12 +9,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 from waiting import wait_until
 
 from cache_rank.pages import PAGE_TOKENS
+from cache_rank.residency.encoding import PageEncoder
 from sglang_ext.disaggregation import departing, wire
 from sglang_ext.disaggregation.arriving import Arrival
 from sglang_ext.disaggregation.codec import BUFFERS, HostPages, PageCodec, PoolRows
@@ -52,6 +54,7 @@ class Servers:
         self.listener = Listener("127.0.0.1", SECRET)
         self.listener.why_not = lambda hello: None
         self.link = Link()
+        self.passed_on: list[tuple[int, Tensor, PageCodec, Tensor]] = []
         self.written: list[Tensor] = []
         self.peer = self.listener.address, self.listener.port
         self.asked_again: deque[tuple[str, int] | None] = deque()
@@ -72,8 +75,11 @@ class Servers:
     def arrive(self, room: int, rows: Tensor, secret: bytes = SECRET) -> Arrival:
         hello = Hello(room, len(rows), self.decode.shape, [16, 32])
         after: list[object] = []
-        others = after, self.written.append, self.asked_again.popleft
+        others = after, self._pass_on, self.written.append, self.asked_again.popleft
         return Arrival(self.decode, self.pages[1], self.peer, secret, hello, rows, *others)
+
+    def _pass_on(self, start: int, rows: Tensor, codec: PageCodec, packed: Tensor) -> None:
+        self.passed_on.append((start, rows, codec, packed.clone()))  # the memory is used again
 
 
 @pytest.fixture
@@ -136,6 +142,31 @@ def test_what_comes_is_what_the_codec_reads(
         assert 0 < error < (0.6 if "bits=2" in codes else 0.12)
         assert departure.sent_bytes < tokens * servers.prefill.token_bytes * 0.9
     assert [rows.tolist() for rows in servers.written] == [target.tolist()]
+    for index, (first, rows, codec, packed) in enumerate(servers.passed_on):
+        assert first == index * PAGE_TOKENS
+        assert torch.equal(rows, target[first : first + PAGE_TOKENS])
+        came = PageCodec(servers.prefill, codes).encode(source[first : first + PAGE_TOKENS])
+        assert torch.equal(packed, came)
+        assert codec.config.kv_residency == codes.split(":")[0]
+    assert len(servers.passed_on) == tokens // PAGE_TOKENS
+
+
+@pytest.mark.parametrize("codes", ["quantspec", "lynx", "hack", "hack:bits=2,partition=16"])
+@pytest.mark.parametrize("dense_layers", [0, 1])
+def test_a_page_goes_on_as_the_codes_that_the_cache_rank_would_have_made(
+    servers: Servers, codes: str, dense_layers: int
+) -> None:
+    pool, rows = servers.prefill, draw_rows(PAGE_TOKENS, 2)
+    codec = PageCodec(pool, codes)
+    config = codec.config
+    held = msgspec.structs.replace(config.model, layers=LAYERS - dense_layers)
+    encoder = PageEncoder(msgspec.structs.replace(config, model=held), PAGE_TOKENS, pool.device)
+    passed_on, expected = torch.full((2, encoder.size(PAGE_TOKENS)), 77, dtype=torch.uint8)
+    encoder.pack(codec.planes(codec.encode(rows)), passed_on)
+    tokens = encoder.room(PAGE_TOKENS)
+    tokens.copy_(pool.collect(rows)[:, dense_layers:])
+    encoder.encode(tokens, expected)
+    assert torch.equal(passed_on, expected)
 
 
 def test_several_at_once_share_the_link(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
