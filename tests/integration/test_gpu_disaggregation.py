@@ -10,6 +10,7 @@ import pytest
 from disaggregated import Half, ask_both
 from workload import DENSE, LIKELY_TOKENS, random_prompts, same_but_for_rounding, sparse_steps
 
+from cache_rank.pages import PAGE_TOKENS
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(600)]
@@ -20,19 +21,25 @@ FLAGS = (
     "--sampling-backend pytorch --grammar-backend none --chunked-prefill-size 512 "
     "--mem-fraction-static 0.4"
 ).split()
+SELECT = "--sparse-threshold 600 --sparse-budget 4300 --recent-tokens 32".split()
+"""The budget covers everything, so that a sparse step attends to what a dense one does."""
+
+BY_A_CACHE_RANK = (
+    "--cache-rank-gpus 1 --inference-kv working-set --query-predictor last "
+    "--max-swap-tokens 4300 --max-sparse-requests 8 --cache-rank-mem-fraction 0.2"
+).split()
+ALLOWED = {ALLOW_LARGE_BUDGET_VARIABLE: "1"}
 PROMPTS = random_prompts([4000, 700, 1500, 2500, 650, 1100], seed=31)
 
 
 @pytest.fixture(scope="module")
 def halves(deep_model: Path) -> Iterator[tuple[Half, Half]]:
-    """The budget covers everything, so that a sparse step attends to what a dense one does."""
     of_model = [*FLAGS, "--model-path", str(deep_model)]
-    select = ["--sparse-threshold", "600", "--sparse-budget", "4300", "--recent-tokens", "32"]
     with contextlib.ExitStack() as stack:
         prefill = Half("prefill", of_model)
         stack.callback(prefill.stop)
         prefill.wait_ready()
-        decode = Half("decode", [*of_model, *select], {ALLOW_LARGE_BUDGET_VARIABLE: "1"})
+        decode = Half("decode", [*of_model, *SELECT], ALLOWED)
         stack.callback(decode.stop)
         yield prefill, decode.wait_ready()
 
@@ -59,3 +66,30 @@ def test_prompts_arrive_while_others_decode(halves: tuple[Half, Half]) -> None:
     compared = sum(map(same_but_for_rounding, together, alone))
     assert compared > 40
     assert halves[1].cache_rank()["pool_free_tokens"] >= 59_000
+
+
+@pytest.mark.gpu(2, ranks=True)
+@pytest.mark.parametrize("codes", ["quantspec", "bf16"])
+def test_a_cache_rank_has_what_arrived(
+    halves: tuple[Half, Half], deep_model: Path, codes: str
+) -> None:
+    """It holds the codes that came, and what it decodes of them is what the pool has."""
+    flags = [*FLAGS, *SELECT, *BY_A_CACHE_RANK, "--kv-residency", codes]
+    chosen = {"wire_codes": codes}
+    sparse = {"sampling_params": {"custom_params": chosen}}
+    dense = {"sampling_params": {"custom_params": {**chosen, "cache_rank": False}}}
+    pair = Half("decode", [*flags, "--model-path", str(deep_model)], ALLOWED)
+    try:
+        both, compared = (halves[0], pair.wait_ready()), 0
+        for prompt in PROMPTS:
+            (found,) = ask_both(*both, [prompt], 60, **LIKELY_TOKENS, **sparse)
+            (expected,) = ask_both(*both, [prompt], 60, **LIKELY_TOKENS, **dense)
+            assert sparse_steps(found) > 30
+            compared += same_but_for_rounding(found, expected)
+        assert compared > 60
+        state = pair.wait_for(20, sequences=0)
+    finally:
+        pair.stop()
+    came = sum(len(prompt) // PAGE_TOKENS for prompt in PROMPTS) * PAGE_TOKENS
+    assert state["tokens_passed_on"] == (came if codes == "quantspec" else 0)
+    assert (state["losses"], state["refused_messages"]) == (0, 0)

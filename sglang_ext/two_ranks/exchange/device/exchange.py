@@ -174,6 +174,7 @@ class DeviceExchange(Exchange):
         super().__init__(connection, config, slots, counters, chunk_tokens, coded_tokens)
         self._gate = gate
         self._encoding_stream = torch.cuda.Stream(slots.device)
+        self._room_stream = torch.cuda.Stream(slots.device)
         self._step = 0
         self._rows: list[ExchangedRow] = []
         self._inflight = InflightSteps(len(config.groups), connection.timeout)
@@ -244,6 +245,14 @@ class DeviceExchange(Exchange):
         # What was gathered last has to be encoded before its memory takes these tokens.
         torch.cuda.current_stream().wait_stream(self._encoding_stream)
         super().ship_pages(sequence, pool_rows)
+
+    def _make_room(self, size: int) -> Tensor:
+        # Shipments are made on several streams. What one has waited for is no longer noted, and the
+        # others have to wait for it, too.
+        with torch.cuda.stream(self._room_stream):
+            room = super()._make_room(size)
+        torch.cuda.current_stream().wait_stream(self._room_stream)
+        return room
 
     @contextlib.contextmanager
     def _encoding(self) -> Iterator[None]:
