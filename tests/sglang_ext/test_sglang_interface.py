@@ -81,6 +81,7 @@ HOOKED_PARAMETERS = {
     "class_of_backend": "transfer_backend class_type",
     "attach_pool": "self",
     "choose_codes": "self req",
+    "note_request": "",
     "sketch_resumed": "self",
 }
 """The first parameters of the functions that ours are hooked to."""
@@ -163,6 +164,7 @@ ATTRIBUTES = {
     "disaggregation.decode.DecodePreallocQueue": (
         "kv_manager req_to_token_pool retracted_queue scheduler token_to_kv_pool transfer_backend"
     ),
+    "disaggregation.decode.DecodeRequest": "kv_receiver req",
     "disaggregation.prefill.PrefillBootstrapQueue": "scheduler token_to_kv_pool transfer_backend",
     "configs.model_config.AttentionArch": "MLA",
     "configs.model_config.ModelConfig": (
