@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
 import random
 import re
@@ -141,10 +142,9 @@ def measure(
     asyncio.run(send_both(servers, port, [(0.0, first)], *of_load))
     before = sums_of_transfers(servers[0])
     answers = asyncio.run(send_both(servers, port, arrivals, *of_load))
-    spent = (
-        after - then for after, then in zip(sums_of_transfers(servers[0]), before, strict=True)
-    )
-    measurement.transfer, measurement.megabytes = (each / len(answers) for each in spent)
+    totals = zip(sums_of_transfers(servers[0]), before, strict=True)
+    of_a_request = ((now - then) / len(answers) for now, then in totals)
+    measurement.transfer, measurement.megabytes = of_a_request
     measurement.jct = [answer.times[-1] - answer.sent for answer in answers]
     measurement.ttft = [answer.times[0] - answer.sent for answer in answers]
 
@@ -181,11 +181,8 @@ def main(argv: Sequence[str]) -> int:
         job.engine = job.each[1]
 
     def measurements_of(job: Job) -> list[Measurement]:
-        return [
-            Measurement(system=job.system, rate=rate, codes=codes)
-            for rate in options.rates
-            for codes in options.codes
-        ]
+        pairs = itertools.product(options.rates, options.codes)
+        return [Measurement(system=job.system, rate=rate, codes=codes) for rate, codes in pairs]
 
     measure_one, jobs, out = partial(measure, options), options.jobs, options.out
     return serving.measure_all(results, jobs, measurements_of, measure_one, write_results, out)
