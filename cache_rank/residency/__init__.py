@@ -96,7 +96,7 @@ def takes_codes(config: CacheRankConfig) -> bool:
 
 
 def same_codes(one: CacheRankConfig, other: CacheRankConfig) -> bool:
-    """Whether the same tokens are the same bytes in pages of both."""
+    """Whether the same tokens are the same bytes in pages of both, as their options say."""
     name = one.kv_residency
     ours, theirs = (FORMATS[name].settings(each.kv_residency_options) for each in (one, other))
     return other.kv_residency == name and ours == theirs

@@ -52,7 +52,7 @@ class Arrival:
         hello: Hello,
         rows: Tensor,
         after: Sequence[Any],
-        pass_on: Callable[[int, Tensor, PageCodec, Tensor], None],
+        pass_on: Callable[[Tensor, PageCodec, Tensor], None],
         write_beside: Callable[[Tensor], None],
         look_up_peer: Callable[[], tuple[str, int] | None],
     ) -> None:
@@ -61,8 +61,8 @@ class Arrival:
         Args:
             rows: (n,) int64 pool rows of the tokens, on the host.
             after: on a GPU, events after which nothing else writes to these rows.
-            pass_on: called for a page that is in its rows, with its first token, its rows, and as
-                what it has come, in memory of the device.
+            pass_on: called aside, behind what writes a page to its rows, with the rows of all that
+                has come and the page as it came, all on the device.
             write_beside: called with the rows, on the device, when they have K and V.
             look_up_peer: asks where the peer is now, on a thread, if nobody is there.
         """
@@ -134,7 +134,8 @@ class Arrival:
     def _place(self, frame: Page | Tail, buffer: Tensor) -> Any:
         """Write tokens to their rows; returns the event behind that."""
         count = PAGE_TOKENS if isinstance(frame, Page) else frame.tokens
-        pool, rows = self._pool, self._rows_on_device()[self._placed : self._placed + count]
+        pool, come = self._pool, self._rows_on_device()[: self._placed + count]
+        rows = come[self._placed :]
         if len(rows) < count:
             raise WireError(f"more than the {len(self._rows_on_host)} tokens come")
         codec = pool.codec(frame.codes) if isinstance(frame, Page) else None
@@ -145,7 +146,7 @@ class Arrival:
             packed = buffer[:size].to(pool.device, non_blocking=True)
             if codec is not None:
                 codec.decode(packed, rows)
-                self._pass_on(self._placed, rows, codec, packed)
+                self._pass_on(come, codec, packed)
             else:
                 pool.put_raw(packed, rows)
             mark = pool.mark()

@@ -23,6 +23,7 @@ from sglang.srt.disaggregation.common.conn import (
 )
 from sglang.srt.disaggregation.utils import KVClassType
 
+from cache_rank.pages import PAGE_TOKENS
 from sglang_ext.disaggregation.arriving import Arrival
 from sglang_ext.disaggregation.codec import HostPages, PageCodec, PoolRows
 from sglang_ext.disaggregation.departing import Departure, Listener
@@ -104,15 +105,17 @@ class CodedKVManager(CommonKVManager):
         self,
         request: Any,
         tokens: int,
-        start: int,
         rows: torch.Tensor,
         codec: PageCodec,
         packed: torch.Tensor,
     ) -> None:
-        """Let the cache rank have a page of a prompt, in the codes in which it came if it may."""
-        if (rank := inference_rank.current()) is not None:
-            page = codec.planes(packed) if rank.takes(codec.config) else None
-            rank.on_page_arrived(request, tokens, start, rows, page)
+        """Let the cache rank have a page of a prompt of so many tokens; see `Arrival`."""
+        if (rank := inference_rank.current()) is None:
+            return
+        if len(rows) == PAGE_TOKENS:
+            rank.on_prompt_arriving(request, tokens, self._scheduler.running_batch.reqs)
+        page = codec.planes(packed) if rank.takes(codec.config) else None
+        rank.on_page_arrived(request, rows, page)
 
     def sketch(self, rows: torch.Tensor) -> None:
         """Write sketches of what has come to pool rows, where this process selects by them."""
@@ -224,7 +227,7 @@ class CodedKVReceiver(CommonKVReceiver):
     """Receives one request's K and V.
 
     Attributes:
-        request: SGLang's.
+        request: SGLang's, which a hook tells it.
     """
 
     conclude_state: int | None

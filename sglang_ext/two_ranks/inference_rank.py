@@ -268,26 +268,18 @@ class InferenceRank:
         """Whether pages that come in these codes can go on to the cache rank as they are."""
         return self._coded_tokens > 0 and same_codes(codes, self.config)
 
-    def on_page_arrived(
-        self,
-        request: Any,
-        tokens: int,
-        start: int,
-        pool_rows: Tensor,
-        page: Sequence[Tensor] | None,
-    ) -> None:
-        """Ship a page of a prompt that another server has prefilled, while the rest is coming.
+    def on_prompt_arriving(self, request: Any, tokens: int, running: Sequence[Any]) -> None:
+        """Begin the sequence of a request whose prompt, of so many tokens, begins to come."""
+        is_up = self.cache_rank.exchange is not None
+        self.planner.begin_arriving(request, tokens + 1, running, is_up)
 
-        Args:
-            tokens: of the prompt.
-            start, pool_rows, page: see `Shipping.ship_arrived`.
-        """
-        if start == 0:
-            is_up = self.cache_rank.exchange is not None
-            self.planner.begin_arriving(request, tokens + 1, is_up)
+    def on_page_arrived(
+        self, request: Any, pool_rows: Tensor, page: Sequence[Tensor] | None
+    ) -> None:
+        """Ship what has come of a prompt while the rest is coming, see `Shipping.ship_arrived`."""
         row = compat.pool_state(request).req_pool_idx
         if (sequence := self.lifecycle.live.get(row)) is not None:
-            self._shipping.ship_arrived(sequence, start, pool_rows, page)
+            self._shipping.ship_arrived(sequence, pool_rows, page)
 
     def on_prefilled(self, requests: list[Any]) -> None:
         """Read the rows of prompts anew in the next step.
@@ -308,7 +300,7 @@ class InferenceRank:
         row = compat.pool_state(request).req_pool_idx
         self.table.forget(row)
         sequence = self.lifecycle.end(row)
-        self._note_if_none_is_live()
+        self._note_if_none_is_sparse()
         if sequence is not None and not sequence.orphaned:
             self.cache_rank.tell(End([sequence.sequence_id]))
 
@@ -317,11 +309,11 @@ class InferenceRank:
         for row in list(self.lifecycle.live):
             self.lifecycle.end(row)
         self.lifecycle.forget_shared()
-        self._note_if_none_is_live()
+        self._note_if_none_is_sparse()
         self.cache_rank.tell(Flush())
 
-    def _note_if_none_is_live(self) -> None:
-        if not self.lifecycle.live:
+    def _note_if_none_is_sparse(self) -> None:
+        if not self.lifecycle.some_are_sparse:
             self.metrics.on_no_sparse_requests()
 
     # Between steps.
@@ -331,7 +323,7 @@ class InferenceRank:
         if self._weights_have_changed and self.lifecycle.live:
             self._weights_have_changed = False
             self.cache_rank.call(self._project)
-        if not self.lifecycle.live:
+        if not self.lifecycle.live or running_batch.is_empty():
             # As decode steps do: a lost cache rank keeps memory until then.
             self.cache_rank.follow_supervisor()
         if self.eviction is not None and self.eviction.evict():

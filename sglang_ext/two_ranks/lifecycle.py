@@ -2,9 +2,10 @@
 
 A sequence is one incarnation of a request on one request slot. It begins in the first decode step
 in which nothing speaks against it, see `reason_to_stay_dense`: measured times, other requests of
-the batch and room count. It goes through three phases:
+the batch and room count. A prompt that another server prefills begins it when its first page comes.
+It goes through three phases:
 
-    shipping   dense; the prompt's K and V go to the cache rank, one chunk a step
+    shipping   dense; the prompt's K and V go to the cache rank, one chunk a step, or as they come
     warming    dense; steps are exchanged, slots fill, the query window fills
     sparse     attends to the working set
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 from cache_rank.config import CacheRankConfig
@@ -129,6 +131,18 @@ class Lifecycle:
         if not self._fits(self._alone(request, prefix.expected), prefix):
             return "cache_rank_memory"
         return None
+
+    def may_be_short_of_room(self, running: Sequence[Any]) -> bool:
+        """Whether a sequence more could leave a running request without room for its own."""
+        dense = [each for each in running if compat.pool_state(each).req_pool_idx not in self.live]
+        if self._reserve.free_blocks <= len(dense):
+            return True
+        reasons = (each.cache_rank_statistics.dense_reason for each in dense)
+        return "cache_rank_memory" in reasons
+
+    @property
+    def some_are_sparse(self) -> bool:
+        return any(sequence.phase is Phase.SPARSE for sequence in self.live.values())
 
     def begin(self, request: Any, length: int = 0) -> SparseSequence:
         """Begin a sequence for a request of so many tokens that has no reason to stay dense."""

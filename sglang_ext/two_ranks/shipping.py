@@ -56,31 +56,36 @@ class Shipping:
         self._name_shipped(sequence)
 
     def ship_arrived(
-        self, sequence: SparseSequence, start: int, pool_rows: Tensor, page: Sequence[Tensor] | None
+        self, sequence: SparseSequence, pool_rows: Tensor, page: Sequence[Tensor] | None
     ) -> None:
-        """Ship a page of a prompt that has just come, unless it has to wait for another's.
+        """Ship what has come of a prompt, by a page more, or let it wait.
+
+        It may have waited for another's, or have pages of another that have yet to come.
 
         Args:
-            start: of the page.
-            pool_rows: (PAGE_TOKENS,) int64, where its tokens are.
-            page: its codes, if the cache rank takes these; see `PageEncoder.pack`.
+            pool_rows: (n,) int64, where the tokens are that have come, which fill pages.
+            page: codes of the last page, if the cache rank takes these; see `PageEncoder.pack`.
         """
         if not self._may_go_on(sequence):
             return
-        if start != (sequence.complete if self._coded_tokens else sequence.shipped):
-            return
-        if page is not None:
+        if page is not None and sequence.complete == len(pool_rows) - PAGE_TOKENS:
             self._cache_rank.call(lambda exchange: exchange.pass_on(sequence, page))
         elif self._coded_tokens:
-            self._cache_rank.call(lambda exchange: exchange.ship_pages(sequence, pool_rows))
+            rows = pool_rows[sequence.complete :][: self._coded_tokens]
+            if len(rows):
+                self._cache_rank.call(lambda exchange: exchange.ship_pages(sequence, rows))
         else:
-            self._cache_rank.call(lambda exchange: exchange.ship(sequence, pool_rows))
+            rows = pool_rows[sequence.shipped :][: self._chunk_tokens]
+            if len(rows):
+                self._cache_rank.call(lambda exchange: exchange.ship(sequence, rows))
         self._name_shipped(sequence)
 
     def _may_go_on(self, sequence: SparseSequence) -> bool:
         """Whether a request goes on from what the cache rank has of it, and is not to wait."""
-        if sequence.ended or self._lifecycle.prompts is None:
-            return not sequence.ended
+        if sequence.ended:
+            return False
+        if self._lifecycle.prompts is None:
+            return True
         return sequence.prefix.began or self._take(sequence)
 
     def _name_shipped(self, sequence: SparseSequence) -> None:

@@ -227,14 +227,22 @@ class StepPlanner:
             sequence.statistics.dense_reason = "shipping"
             self.table.forget(sequence.row)
 
-    def begin_arriving(self, request: Any, length: int, is_up: bool) -> None:
+    def begin_arriving(
+        self, request: Any, length: int, running: Sequence[Any], is_up: bool
+    ) -> None:
         """Begin a sequence for a request whose prompt comes from elsewhere, if it may.
+
+        It takes no room that a running request may want. Else it begins in a step, as all do.
 
         Args:
             length: in its first step, the current token included.
         """
-        prepare_requests([request])
-        self._begin(request, length, is_up, self._pays_from([request], [length]))
+        prepare_requests([request, *running])
+        pays_from = self._pays_from([request], [length])
+        if self.lifecycle.reason_to_stay_dense(request, length, is_up, pays_from) is not None:
+            return
+        if not self.lifecycle.may_be_short_of_room(running):
+            self.lifecycle.begin(request, length)
 
     def plan(self, requests: Sequence[Any], lengths: Sequence[int], is_up: bool) -> StepPlan:
         """Decide what every request of a decode step does, see `DecodeStep.run`."""
@@ -322,8 +330,8 @@ class StepPlanner:
         """
         if self.payoff is None:
             return self.sparse_anyway_from
-        least = self._least_sparse_length
-        if self.lifecycle.live:
+        least, live = self._least_sparse_length, self.lifecycle.live
+        if live and any(pool_state(request).req_pool_idx in live for request in requests):
             return least
         pairs = zip(requests, lengths, strict=True)
         long_ones = [

@@ -188,7 +188,9 @@ ATTRIBUTES = {
     "mem_cache.base_prefix_cache.MatchResult": "host_hit_length",
     REQUEST: "finished host_hit_length last_node origin_input_ids sampling_params extra_key"
     + (" cache_salt" if compat.HAS_SALT else ""),
-    "managers.schedule_batch.ScheduleBatch": "batch_is_full forward_mode reqs seq_lens_cpu",
+    "managers.schedule_batch.ScheduleBatch": (
+        "batch_is_full forward_mode is_empty reqs seq_lens_cpu"
+    ),
     "managers.scheduler.Scheduler": (
         "running_batch server_args tp_worker waiting_queue req_to_token_pool "
         "token_to_kv_pool_allocator tree_cache"

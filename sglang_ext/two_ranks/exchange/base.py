@@ -241,8 +241,7 @@ class Exchange(ABC):
         assert self._encoder is not None
         shipment = self._make_room(self._encoder.size(PAGE_TOKENS))
         self._encoder.pack(page, shipment)
-        with self._encoding():
-            self._send_pages(sequence, PAGE_TOKENS, shipment)
+        self._send_pages(sequence, PAGE_TOKENS, shipment)
         self.counters.tokens_passed_on += PAGE_TOKENS
 
     def _send_pages(self, sequence: SparseSequence, count: int, shipment: Tensor) -> None:

@@ -54,7 +54,7 @@ class Servers:
         self.listener = Listener("127.0.0.1", SECRET)
         self.listener.why_not = lambda hello: None
         self.link = Link()
-        self.passed_on: list[tuple[int, Tensor, PageCodec, Tensor]] = []
+        self.passed_on: list[tuple[Tensor, PageCodec, Tensor]] = []
         self.written: list[Tensor] = []
         self.peer = self.listener.address, self.listener.port
         self.asked_again: deque[tuple[str, int] | None] = deque()
@@ -78,8 +78,8 @@ class Servers:
         others = after, self._pass_on, self.written.append, self.asked_again.popleft
         return Arrival(self.decode, self.pages[1], self.peer, secret, hello, rows, *others)
 
-    def _pass_on(self, start: int, rows: Tensor, codec: PageCodec, packed: Tensor) -> None:
-        self.passed_on.append((start, rows, codec, packed.clone()))  # the memory is used again
+    def _pass_on(self, rows: Tensor, codec: PageCodec, packed: Tensor) -> None:
+        self.passed_on.append((rows, codec, packed.clone()))  # the memory is used again
 
 
 @pytest.fixture
@@ -142,9 +142,9 @@ def test_what_comes_is_what_the_codec_reads(
         assert 0 < error < (0.6 if "bits=2" in codes else 0.12)
         assert departure.sent_bytes < tokens * servers.prefill.token_bytes * 0.9
     assert [rows.tolist() for rows in servers.written] == [target.tolist()]
-    for index, (first, rows, codec, packed) in enumerate(servers.passed_on):
-        assert first == index * PAGE_TOKENS
-        assert torch.equal(rows, target[first : first + PAGE_TOKENS])
+    for index, (rows, codec, packed) in enumerate(servers.passed_on):
+        first = index * PAGE_TOKENS
+        assert torch.equal(rows, target[: first + PAGE_TOKENS])
         came = PageCodec(servers.prefill, codes).encode(source[first : first + PAGE_TOKENS])
         assert torch.equal(packed, came)
         assert codec.config.kv_residency == codes.split(":")[0]

@@ -209,11 +209,17 @@ def rank() -> Any:
     return rank
 
 
-@pytest.mark.parametrize("live", [{}, {1: Mock()}], ids=["idle", "exchanging"])
-def test_a_lost_cache_rank_is_noticed_while_nothing_decodes(rank: Any, live: Any) -> None:
+@pytest.mark.parametrize(
+    ("live", "decodes"),
+    [({}, False), ({1: Mock()}, True), ({1: Mock()}, False)],
+    ids=["idle", "exchanging", "a prompt is coming"],
+)
+def test_a_lost_cache_rank_is_noticed_while_nothing_decodes(
+    rank: Any, live: Any, decodes: bool
+) -> None:
     rank.lifecycle.live = live
-    InferenceRank.before_next_batch(rank, Mock(), Mock())
-    assert rank.cache_rank.follow_supervisor.called == (not live)
+    InferenceRank.before_next_batch(rank, Mock(), Mock(is_empty=lambda: not decodes))
+    assert rank.cache_rank.follow_supervisor.called == (not decodes)
 
 
 @pytest.mark.parametrize("evicted", [False, True])

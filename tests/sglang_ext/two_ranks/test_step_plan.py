@@ -204,6 +204,46 @@ def test_a_request_joins_those_that_are_sparse_and_begins_anyway_when_it_is_long
     assert [*planner.lifecycle.live] == [1, 2]
 
 
+def test_a_prompt_that_comes_makes_no_other_request_sparse() -> None:
+    """Its steps are not exchanged yet."""
+    planner = planner_of()
+    planner.payoff = Payoff(StepTime(100.0, 1.0), StepTime(1000.0, 1.0), 1, 0)
+    planner.sparse_anyway_from = 60
+    coming, running = request_on(1), request_on(2)
+    planner.begin_arriving(coming, 60, [running], True)
+    planner.plan([running], [30], True)
+    assert [*planner.lifecycle.live] == [1]
+    planner.plan([coming, running], [60, 30], True)
+    assert [*planner.lifecycle.live] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("length", "is_up", "dense", "capacity", "begins"),
+    [
+        (12, True, 1, 1000, True),
+        (11, True, 1, 1000, False),
+        (12, False, 1, 1000, False),
+        (12, True, 2, 1000, False),  # who may want both blocks
+        (12, True, 1, 40, False),  # and has found no memory
+    ],
+)
+def test_a_prompt_that_comes_takes_no_room_that_running_requests_may_want(
+    length: int, is_up: bool, dense: int, capacity: int, begins: bool
+) -> None:
+    planner = planner_of()
+    lifecycle, running = planner.lifecycle, [request_on(slot) for slot in range(2, 2 + dense)]
+    lifecycle.capacity_tokens = capacity - 10
+    planner.plan(running, [11] * dense, True)
+    if capacity < 1000:
+        planner.plan(running, [12], True)
+        assert running[0].cache_rank_statistics.dense_reason == "cache_rank_memory"
+    lifecycle.capacity_tokens = capacity
+    coming = request_on(1)
+    planner.begin_arriving(coming, length, running, is_up)
+    assert (1 in lifecycle.live) == begins
+    assert planner._metrics.series.count_dense.call_count == (capacity < 1000)
+
+
 def test_a_request_says_why_its_last_step_was_dense() -> None:
     """Here another has the memory of the cache rank, and then gives it back."""
     planner, other, request = planner_of(), request_on(1), request_on(2)
