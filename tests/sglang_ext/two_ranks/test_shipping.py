@@ -113,7 +113,7 @@ def test_each_page_is_shipped_when_it_comes(coded_tokens: int, codes: Any, how: 
     assert sequence.shipped == PAGES * PAGE_TOKENS - TAIL * bool(coded_tokens)
 
 
-@pytest.mark.parametrize(("coded_tokens", "codes"), [(768, CODES), (768, None), (0, None)])
+@pytest.mark.parametrize(("coded_tokens", "codes"), [(512, CODES), (512, None), (0, None)])
 def test_a_prompt_that_waited_for_another_catches_up(coded_tokens: int, codes: Any) -> None:
     """The other ends in the middle, and leaves the pages that were complete."""
     server = Server(coded_tokens)
@@ -129,6 +129,7 @@ def test_a_prompt_that_waited_for_another_catches_up(coded_tokens: int, codes: A
     begun = found * PAGE_TOKENS - (0 if coded_tokens else TAIL)
     for _, start, count in shipped[2:]:
         assert start == begun
+        assert count <= 512
         begun += count
     assert begun == (PAGES * PAGE_TOKENS if coded_tokens else second.shipped)
     assert len(ROWS) - second.shipped <= (TAIL if coded_tokens else 512)
