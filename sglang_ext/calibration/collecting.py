@@ -8,10 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cache_rank.config import ModelShape
+from cache_rank.kernels.rotary.reference import rotate_to
 from sglang_ext.calibration.files import Source
 from sglang_ext.calibration.fitting import NormalEquations
 from sglang_ext.calibration.key_statistics import KeyMoments
 from sglang_ext.projections import DecoderLayer, watch_inputs
+
+_PIECE_TOKENS = 512
+"""So many neighbouring tokens stay neighbours."""
+
+_GOLDEN_RATIO = 0.6180339887498949
+"""Multiples of it, without their integers, are spread evenly, however many there are."""
 
 
 class Collector:
@@ -82,11 +90,24 @@ class Collector:
 
 
 class KeyCollector:
-    """Moments of the queries and keys of layers, of what a model prefills until it is stopped."""
+    """Moments of the queries and keys of layers, of what a model prefills until it is stopped.
 
-    def __init__(self, layers: Sequence[DecoderLayer], first: int) -> None:
+    Pieces of it are rotated on, to positions from the whole context: rotary embedding turns some
+    directions so slowly that the beginning of a context shows nothing of them.
+    """
+
+    def __init__(
+        self, layers: Sequence[DecoderLayer], first: int, shape: ModelShape, context: int
+    ) -> None:
+        """Collect from the layer `first` on.
+
+        Args:
+            shape: of the model, which says how it rotates.
+            context: tokens.
+        """
         self.moments: dict[int, KeyMoments] = {}
         self._is_on = True
+        self._shape, self._context = shape, context
         for layer in range(first, len(layers)):
             layers[layer].attention.register_forward_pre_hook(
                 lambda _module, inputs, layer=layer: self._on_attention(layer, *inputs)
@@ -105,4 +126,18 @@ class KeyCollector:
         by_head = keys.view(len(keys), -1, head_dim)
         if layer not in self.moments:
             self.moments[layer] = KeyMoments(by_head.shape[1], head_dim, keys.device)
-        self.moments[layer].add(queries.view(len(queries), -1, head_dim), by_head)
+        of_heads, held = queries.view(len(queries), -1, head_dim), self.moments[layer]
+        for start in range(0, len(keys), _PIECE_TOKENS):
+            piece = slice(start, start + _PIECE_TOKENS)
+            parts = of_heads[piece], by_head[piece], batch.positions[piece]
+            held.add(*self._move(*parts, held.tokens // _PIECE_TOKENS))
+
+    def _move(
+        self, queries: Tensor, keys: Tensor, positions: Tensor, number: int
+    ) -> tuple[Tensor, Tensor]:
+        """Rotate a piece to where it stands in the context by its number; all are spread evenly."""
+        target = number * _GOLDEN_RATIO % 1 * max(0, self._context - len(keys))
+        by = (int(target) - positions[:1]).expand(len(keys))
+        frequency = torch.tensor(self._shape.rotary_frequency, device=keys.device)
+        how = by, frequency, self._shape.rotary_interleaved, 1.0
+        return rotate_to(queries.float(), *how), rotate_to(keys.float(), *how)

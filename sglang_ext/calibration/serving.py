@@ -54,7 +54,9 @@ class Calibrating:
         self._schedule = schedule
         self._sources = sources(len(self._layers), *msgspec.structs.astuple(schedule))
         self._collector = Collector(self._layers, self._sources)
-        self._key_collector = KeyCollector(self._layers, schedule.dense_layers)
+        self._key_collector = KeyCollector(
+            self._layers, schedule.dense_layers, self._shape, int(runner.model_config.context_len)
+        )
         self._fitted: _Fitted | None = None
 
     def fit(self, rank: int, ridge: float) -> None:

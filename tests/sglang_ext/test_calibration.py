@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,9 @@ from calibration_cards import make_card
 from msgspec.structs import replace
 from torch import Tensor
 
+from cache_rank.config import ModelShape
+from cache_rank.kernels.rotary.reference import rotate_to
+from sglang_ext.calibration.collecting import KeyCollector
 from sglang_ext.calibration.files import (
     Calibration,
     CalibrationError,
@@ -21,6 +26,8 @@ from sglang_ext.calibration.files import (
 )
 from sglang_ext.calibration.fitting import Correction, NormalEquations, fit
 from sglang_ext.calibration.key_statistics import KeyBasis, KeyMoments, key_basis
+
+SHAPE = ModelShape(1, 2, 1, 8, "float32", 1.0)
 
 
 def equations_of(states: Tensor, queries: Tensor) -> NormalEquations:
@@ -157,6 +164,40 @@ def test_a_basis_spreads_keys_evenly_by_what_queries_ask() -> None:
     asked = queries.unflatten(1, (2, 3)).transpose(0, 1).flatten(1, 2) @ torch.linalg.inv(basis)
     squares = asked.square().mean(1)
     assert bool((squares[:, :-1] > squares[:, 1:]).all())
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_moments_are_of_the_whole_context_wherever_a_text_stands(interleaved: bool) -> None:
+    """The last two dimensions turn once in it, and in a text by a tenth at most."""
+    context, tokens, first, text = 6283, 11_000, 2000, 600
+    frequency = torch.tensor((1.0, 0.1, 0.01, 0.001))
+    turning = replace(
+        SHAPE, rotary_frequency=(*frequency.tolist(),), rotary_interleaved=interleaved
+    )
+    slow = [6, 7] if interleaved else [3, 7]
+    torch.manual_seed(0)
+    content = torch.randn(tokens, 3, 8)
+    content[..., slow] += 5
+    layer: Any = SimpleNamespace(attention=torch.nn.Identity(), head_dim=8)
+
+    def moments_at(begin: int) -> KeyMoments:
+        collector = KeyCollector([layer], 0, turning, context)
+        for part in content.split(text):
+            positions = begin + torch.arange(len(part))
+            turned = rotate_to(part, positions, frequency, interleaved, 1.0)
+            batch = SimpleNamespace(
+                forward_mode=SimpleNamespace(is_extend=lambda: True), positions=positions
+            )
+            queries, keys = turned[:, :2].flatten(1), turned[:, 2:].flatten(1)
+            collector._on_attention(0, queries, keys, keys, batch)
+        return collector.moments[0]
+
+    early, late = moments_at(0), moments_at(first)
+    assert early.tokens == late.tokens == tokens
+    for one, other in zip(vars(early).values(), vars(late).values(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=0.5)
+    mean = key_basis(early).mean[0]
+    assert mean[slow].norm() < 0.1 * 5
 
 
 def test_the_sources_are_the_first_layers_of_earlier_groups_or_of_the_token_before() -> None:
