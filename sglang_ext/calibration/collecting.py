@@ -19,7 +19,7 @@ _PIECE_TOKENS = 512
 """So many neighbouring tokens stay neighbours."""
 
 _GOLDEN_RATIO = 0.6180339887498949
-"""Multiples of it, without their integers, are spread evenly, however many there are."""
+"""The fractional parts of its multiples are spread evenly, however many there are."""
 
 
 class Collector:
@@ -136,8 +136,9 @@ class KeyCollector:
         self, queries: Tensor, keys: Tensor, positions: Tensor, number: int
     ) -> tuple[Tensor, Tensor]:
         """Rotate a piece to where it stands in the context by its number; all are spread evenly."""
+        if (frequency := self._shape.frequency(keys.device)) is None:
+            return queries, keys
         target = number * _GOLDEN_RATIO % 1 * max(0, self._context - len(keys))
         by = (int(target) - positions[:1]).expand(len(keys))
-        frequency = torch.tensor(self._shape.rotary_frequency, device=keys.device)
         how = by, frequency, self._shape.rotary_interleaved, 1.0
         return rotate_to(queries.float(), *how), rotate_to(keys.float(), *how)

@@ -200,6 +200,25 @@ def test_moments_are_of_the_whole_context_wherever_a_text_stands(interleaved: bo
     assert mean[slow].norm() < 0.1 * 5
 
 
+def test_moments_of_a_model_that_does_not_rotate_are_those_of_its_text() -> None:
+    torch.manual_seed(0)
+    layer: Any = SimpleNamespace(attention=torch.nn.Identity(), head_dim=8)
+    collector, expected = (
+        KeyCollector([layer], 0, SHAPE, 4000),
+        KeyMoments(1, 8, torch.device("cpu")),
+    )
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: True), positions=torch.arange(700)
+    )
+    queries, keys = torch.randn(700, 16), torch.randn(700, 8)
+    collector._on_attention(0, queries, keys, keys, batch)
+    expected.add(queries.view(700, 2, 8), keys.view(700, 1, 8))
+    for one, other in zip(
+        vars(collector.moments[0]).values(), vars(expected).values(), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-2)
+
+
 def test_the_sources_are_the_first_layers_of_earlier_groups_or_of_the_token_before() -> None:
     assert sources(8, dense_layers=1, layers_per_group=2, forecast_lead=1) == {
         **{1: (7, True), 2: (7, True)},
