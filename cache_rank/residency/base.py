@@ -216,11 +216,14 @@ class Residency(ABC):
         """Copy what the tokens of a page are read from, (packed_bytes,) uint8."""
         return torch.cat([plane[page].view(-1).view(torch.uint8) for plane in self.page_planes()])
 
+    def planes_of_packed(self, packed: Tensor) -> tuple[Tensor, ...]:
+        """The parts of what `pack_page` of this format has copied, (bytes,) uint8 by plane."""
+        return packed.split([plane[0].nbytes for plane in self.page_planes()])
+
     def unpack_page(self, packed: Tensor, page: int) -> None:
         """Write to a page what `pack_page` of this format has copied."""
-        planes = self.page_planes()
-        pieces = packed.split([plane[page].nbytes for plane in planes])
-        for plane, piece in zip(planes, pieces, strict=True):
+        pieces = self.planes_of_packed(packed)
+        for plane, piece in zip(self.page_planes(), pieces, strict=True):
             plane[page].view(-1).view(torch.uint8).copy_(piece)
 
     def read_first_page(self) -> tuple[Tensor, Tensor]:

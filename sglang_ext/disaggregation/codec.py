@@ -180,8 +180,8 @@ class PageCodec:
 
     def planes(self, packed: Tensor) -> list[Tensor]:
         """What `encode` has packed as planes, (layers, bytes) uint8; see `PageEncoder.pack`."""
-        sizes = [plane[0].nbytes for plane in self._held.page_planes()]
-        return [part.view(self._pool.shape.layers, -1) for part in packed.split(sizes)]
+        planes = self._held.planes_of_packed(packed)
+        return [plane.view(self._pool.shape.layers, -1) for plane in planes]
 
     def decode(self, packed: Tensor, rows: Tensor) -> None:
         """Write what `encode` has packed to pool rows."""
