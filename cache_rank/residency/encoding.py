@@ -81,11 +81,11 @@ class PageEncoder:
         return self._memory[: math.prod(shape)].view(shape)
 
     def pack(self, page: Sequence[Tensor], packed: Tensor) -> None:
-        """Put a page that came as codes to memory of the `size`, as `encode` would.
+        """Copy a page that came as codes to memory of the `size`, laid out as by `encode`.
 
         Args:
-            page: of each of `Residency.page_planes`, (layers, bytes) uint8; of more layers than the
-                cache rank holds these are the last.
+            page: each of `Residency.page_planes`, (layers, bytes) uint8. Of more layers than the
+                cache rank holds, the last are copied.
         """
         not_finite, planes = self._layout(1).of(packed)
         not_finite.zero_()

@@ -1,5 +1,7 @@
 """The decode server's side: a thread receives, and the scheduler puts K and V into pool rows.
 
+It also passes each page on to a cache rank, if there is one.
+
 Pool rows are written between steps by the scheduler's own thread, on a GPU aside and with events.
 So rows go back to SGLang only when nothing writes to them any more, whatever has failed.
 """
@@ -61,8 +63,8 @@ class Arrival:
         Args:
             rows: (n,) int64 pool rows of the tokens, on the host.
             after: on a GPU, events after which nothing else writes to these rows.
-            pass_on: called aside, behind what writes a page to its rows, with the rows of all that
-                has come and the page as it came, all on the device.
+            pass_on: called when a page's writes to its rows are queued, with the rows of all that
+                has come, and the page as it came, on the device.
             write_beside: called with the rows, on the device, when they have K and V.
             look_up_peer: asks where the peer is now, on a thread, if nobody is there.
         """

@@ -109,7 +109,11 @@ class CodedKVManager(CommonKVManager):
         codec: PageCodec,
         packed: torch.Tensor,
     ) -> None:
-        """Let the cache rank have a page of a prompt of so many tokens; see `Arrival`."""
+        """Ship a page to the cache rank, if there is one; see `Arrival`.
+
+        Args:
+            tokens: of the prompt.
+        """
         if (rank := inference_rank.current()) is None:
             return
         if len(rows) == PAGE_TOKENS:
@@ -227,7 +231,7 @@ class CodedKVReceiver(CommonKVReceiver):
     """Receives one request's K and V.
 
     Attributes:
-        request: SGLang's, which a hook tells it.
+        request: SGLang's; a hook sets it.
     """
 
     conclude_state: int | None

@@ -324,7 +324,7 @@ class InferenceRank:
             self._weights_have_changed = False
             self.cache_rank.call(self._project)
         if not self.lifecycle.live or running_batch.is_empty():
-            # As decode steps do: a lost cache rank keeps memory until then.
+            # Decode steps do this, and none may follow soon: a lost cache rank keeps its memory.
             self.cache_rank.follow_supervisor()
         if self.eviction is not None and self.eviction.evict():
             running_batch.batch_is_full = False  # SGLang looks again only when a request ends

@@ -2,7 +2,7 @@
 
 A sequence is one incarnation of a request on one request slot. It begins in the first decode step
 in which nothing speaks against it, see `reason_to_stay_dense`: measured times, other requests of
-the batch and room count. A prompt that another server prefills begins it when its first page comes.
+the batch and room count. For a prompt that another server prefills it begins with the first page.
 It goes through three phases:
 
     shipping   dense; the prompt's K and V go to the cache rank, one chunk a step, or as they come

@@ -58,12 +58,12 @@ class Shipping:
     def ship_arrived(
         self, sequence: SparseSequence, pool_rows: Tensor, page: Sequence[Tensor] | None
     ) -> None:
-        """Ship what has come of a prompt, by a page more, or let it wait.
+        """Ship what has come of a prompt, or let it wait for another request that ships the same.
 
-        It may have waited for another's, or have pages of another that have yet to come.
+        A page that the cache rank has already is not shipped again. One that waited is made up for.
 
         Args:
-            pool_rows: (n,) int64, where the tokens are that have come, which fill pages.
+            pool_rows: (n,) int64, the rows of all tokens that have come, which fill pages.
             page: codes of the last page, if the cache rank takes these; see `PageEncoder.pack`.
         """
         if not self._may_go_on(sequence):
@@ -81,7 +81,7 @@ class Shipping:
         self._name_shipped(sequence)
 
     def _may_go_on(self, sequence: SparseSequence) -> bool:
-        """Whether a request goes on from what the cache rank has of it, and is not to wait."""
+        """Whether a request may be shipped now; it may have ended, or have to wait."""
         if sequence.ended:
             return False
         if self._lifecycle.prompts is None:

@@ -230,9 +230,9 @@ class StepPlanner:
     def begin_arriving(
         self, request: Any, length: int, running: Sequence[Any], is_up: bool
     ) -> None:
-        """Begin a sequence for a request whose prompt comes from elsewhere, if it may.
+        """Begin a sequence for a request whose prompt comes from another server, if it may.
 
-        It takes no room that a running request may want. Else it begins in a step, as all do.
+        It takes no room that a running request may want. If there is none, it begins in a step.
 
         Args:
             length: in its first step, the current token included.
