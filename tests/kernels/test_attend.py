@@ -126,9 +126,16 @@ def test_a_long_dense_request_beside_sparse_ones(device: torch.device) -> None:
     assert_same(a_step([800, 1000, 700], device, always_dense=(1,)))
 
 
-def test_more_requests_than_programs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pool_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("at_once", [16, 20])
+def test_a_program_for_each_request_and_head(
+    at_once: int, pool_dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty programs, which run at the same time or do not."""
     monkeypatch.setattr(triton, "LAUNCH", triton.LAUNCH._replace(programs=16))
-    assert_same(a_step([3, 40] * 5, device, 2, 2, 16))
+    monkeypatch.setattr(triton, "ONE_EACH", triton.ONE_EACH._replace(programs=at_once))
+    lengths = [3, 40, 300, 800, 129] * 2
+    assert_same(a_step(lengths, device, 2, 2, 64, torch.bfloat16, pool_dtype))
 
 
 @pytest.mark.parametrize(

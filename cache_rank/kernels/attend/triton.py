@@ -47,6 +47,12 @@ class Launch(NamedTuple):
 
 LAUNCH = Launch()
 
+ONE_EACH = Launch(block=64, warps=2, programs=264)
+"""Of rows of at most _SHORT bytes, if a program has all tokens of a request and KV head, and all
+programs run at the same time, two on a multiprocessor."""
+
+_SHORT = 128
+
 _QUERIES = 16
 """The matrix unit takes so many query heads at a time."""
 
@@ -70,7 +76,10 @@ def attend_rows(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """See the reference. Two launches; D is a power of two, and G is at most 16."""
+    """See the reference. D is a power of two, and G is at most 16.
+
+    One launch, or two where the tokens of a request are split.
+    """
     requests, query_heads, head_dim = queries.shape
     kv_heads, width = picked.shape[1:]
     group = query_heads // kv_heads
@@ -81,16 +90,18 @@ def attend_rows(
     assert picked.is_contiguous()
     assert out.is_contiguous()
     assert row_table.stride(1) == 1
-    block = LAUNCH.block
+    launch, units = LAUNCH, requests * kv_heads
+    splits = min(launch.most_splits, max(1, launch.programs // units))
+    if splits == 1 and units <= ONE_EACH.programs and head_dim * keys.itemsize <= _SHORT:
+        launch = ONE_EACH
+    block = launch.block
     if keys.dtype == torch.float8_e4m3fn:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
         block, v_scale = 2 * block, v_scale * _OF_HALF.value
-    units = requests * kv_heads
-    splits = min(LAUNCH.most_splits, max(1, LAUNCH.programs // units))
-    partial = torch.empty(
-        (requests, query_heads, splits, head_dim), dtype=torch.float32, device=out.device
-    )
-    log_sums = torch.empty(partial.shape[:3], dtype=torch.float32, device=out.device)
+    partial, log_sums = out, None
+    if splits > 1:
+        partial = out.new_empty((*out.shape[:2], splits, head_dim), dtype=torch.float32)
+        log_sums = out.new_empty(partial.shape[:3], dtype=torch.float32)
     _attend[(units, splits)](
         queries,
         keys,
@@ -115,14 +126,15 @@ def attend_rows(
         WIDTH=width,
         ALWAYS=always,
         SPLITS=splits,
-        LEAST_SHARE=LAUNCH.least_share,
+        LEAST_SHARE=launch.least_share,
         BLOCK=block,
         INTERPRETED=not queries.is_cuda,  # which multiplies no bfloat16
-        num_warps=LAUNCH.warps,
-        num_stages=LAUNCH.stages,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
         HAS_DEPENDENTS=has_dependents(out),
     )
-    merge_splits(partial, log_sums, out, None, **dependent_launch(out))
+    if log_sums is not None:
+        merge_splits(partial, log_sums, out, None, **dependent_launch(out))
 
 
 def merge_splits(
@@ -248,7 +260,8 @@ def _attend(
     for i in tl.static_range(PARTS):
         target = partial + at[:, None] * HEAD_DIM + (PARTS * word + i)[None, :]
         tl.store(target, sums[i] * (v_scale / some)[:, None], is_query[:, None])
-    tl.store(log_sums + at, tl.where(total > 0, largest + tl.log2(some), -1e30), is_query)
+    if SPLITS > 1:
+        tl.store(log_sums + at, tl.where(total > 0, largest + tl.log2(some), -1e30), is_query)
 
 
 @triton.jit
