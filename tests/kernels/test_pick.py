@@ -18,8 +18,9 @@ CHUNK = 8
 
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several programs write keys, and of longer requests more words are marked."""
+    """Programs that write keys take turns, and of longer requests more words are marked."""
     monkeypatch.setattr(picking, "TOKENS", 128)
+    monkeypatch.setattr(picking, "PROGRAMS", 24)
     monkeypatch.setattr(picking, "FEW_WORDS", 8)
 
 

@@ -23,10 +23,13 @@ from cache_rank.kernels.dependent import (
 from cache_rank.kernels.row_sketch.reference import KEY_MOST, KEY_UNIT, TILE, RowScratch
 
 TOKENS = 2048
-"""A program of eight warps turns the logits of so many tokens into keys.
+"""A program of eight warps turns the logits of so many tokens at a time into keys.
 
 A thread has those of eight tokens, which are in a byte of each plane.
 """
+
+PROGRAMS = 1056
+"""Eight on each of the 132 multiprocessors of an H100 or H200 turn logits into keys."""
 
 FEW_WORDS = 2048
 """For fewer words of a plane a program that picks has less to do."""
@@ -62,12 +65,13 @@ def pick_by_logits(
         chunk: tokens of which there is one sum.
     """
     requests, kv_heads, width = out.shape
-    padded, capacity = scratch.logits.shape[1:]
+    units, (padded, capacity) = requests * kv_heads, scratch.logits.shape[1:]
     words = capacity // 32
     assert capacity % 128 == 0
     assert scratch.keys.shape[1:] == (8, 4 * words)
     assert scratch.marks.shape[1:] == (2, words)
-    _write_keys[(triton.cdiv(capacity, TOKENS), requests * kv_heads)](
+    parts = min(triton.cdiv(capacity, TOKENS), max(1, PROGRAMS // units))
+    _write_keys[(parts, units)](
         slots,
         lengths,
         sparse_from,
@@ -92,7 +96,7 @@ def pick_by_logits(
     places = triton.next_power_of_2(max(1, width - sinks - recent))
     warps = min(8, max(4, max(few_words, places) // 128))
     warps = min(32, max(warps, all_words // _WORDS_OF_THREAD // 32))
-    _pick[(requests * kv_heads,)](
+    _pick[(units,)](
         row_table,
         slots,
         lengths,
@@ -137,42 +141,42 @@ def _write_keys(
     TOKENS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program writes the keys of TOKENS tokens of a unit."""
+    """Some programs write the keys of a unit, in turns of TOKENS tokens."""
     let_dependents_start(DEPENDENT)
-    start, unit = tl.program_id(0) * TOKENS, tl.program_id(1).to(tl.int64)
+    first, unit = tl.program_id(0) * TOKENS, tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + unit // KV_HEADS).to(tl.int64)
     length = tl.load(lengths + unit // KV_HEADS).to(tl.int32)
     least = tl.load(sparse_from + slot)
     stop = length - RECENT
     wait_for_kernel_ahead(DEPENDENT)
-    if start >= stop:
+    if first >= stop:
         return
     if length < least:
         return
-    # Eight tokens have a byte of each plane. Those behind the last one have any key.
-    byte, in_byte = start // 8 + tl.arange(0, TOKENS // 8), tl.arange(0, 8)
-    is_byte = byte // 4 * 32 < stop  # all of a word or none, so that accesses are wide
-    at = unit * PADDED * capacity + byte[:, None] * 8 + in_byte[None, :]
-    at_top = unit * PADDED * (capacity // TILE) + byte // (TILE // 8)
-    # All is on its way before anything is waited for.
-    below, top = (), ()
-    for head in tl.static_range(GROUP):
-        own_below = tl.load(logits + head * capacity + at, mask=is_byte[:, None], other=0)
-        own_top = tl.load(tops + head * (capacity // TILE) + at_top, mask=is_byte, other=0)
-        below += (own_below,)  # type: ignore[assignment]
-        top += (own_top,)  # type: ignore[assignment]
-
     shares = sums + unit * tl.cdiv(capacity, CHUNK) * 2 * PADDED
     log_sums = _log_sums(shares, tl.cdiv(length - 1, CHUNK), PADDED)
-    best = tl.zeros((TOKENS // 8, 8), tl.int32)
-    for head in tl.static_range(GROUP):
-        log_sum = tl.sum(tl.where(tl.arange(0, PADDED) == head, log_sums, 0), axis=0)
-        best = tl.maximum(best, below[head].to(tl.int32) + (top[head] - log_sum)[:, None])
-    key = tl.minimum(best, _KEY_MOST).to(tl.int64) << (8 * in_byte[None, :])
-    planes = _transpose(tl.xor_sum(key, axis=1))
-    for bit in tl.static_range(8):
-        plane = keys + (unit * 8 + bit) * words * 4
-        tl.store(plane + byte, (planes >> (8 * bit)).to(tl.uint8), mask=is_byte)
+    for start in range(first, stop, tl.num_programs(0) * TOKENS):
+        # Eight tokens have a byte of each plane. Those behind the last one have any key.
+        byte, in_byte = start // 8 + tl.arange(0, TOKENS // 8), tl.arange(0, 8)
+        is_byte = byte // 4 * 32 < stop  # all of a word or none, so that accesses are wide
+        at = unit * PADDED * capacity + byte[:, None] * 8 + in_byte[None, :]
+        at_top = unit * PADDED * (capacity // TILE) + byte // (TILE // 8)
+        # All is on its way before anything is waited for.
+        below, top = (), ()
+        for head in tl.static_range(GROUP):
+            own_below = tl.load(logits + head * capacity + at, mask=is_byte[:, None], other=0)
+            own_top = tl.load(tops + head * (capacity // TILE) + at_top, mask=is_byte, other=0)
+            below += (own_below,)  # type: ignore[assignment]
+            top += (own_top,)  # type: ignore[assignment]
+        best = tl.zeros((TOKENS // 8, 8), tl.int32)
+        for head in tl.static_range(GROUP):
+            log_sum = tl.sum(tl.where(tl.arange(0, PADDED) == head, log_sums, 0), axis=0)
+            best = tl.maximum(best, below[head].to(tl.int32) + (top[head] - log_sum)[:, None])
+        key = tl.minimum(best, _KEY_MOST).to(tl.int64) << (8 * in_byte[None, :])
+        planes = _transpose(tl.xor_sum(key, axis=1))
+        for bit in tl.static_range(8):
+            plane = keys + (unit * 8 + bit) * words * 4
+            tl.store(plane + byte, (planes >> (8 * bit)).to(tl.uint8), mask=is_byte)
 
 
 @triton.jit

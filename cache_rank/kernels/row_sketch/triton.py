@@ -15,11 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.dependent import (
-    dependent_launch,
-    let_dependents_start,
-    wait_for_kernel_ahead,
-)
+from cache_rank.kernels.dependent import has_dependents, let_dependents_start
 from cache_rank.kernels.row_sketch.picking import pick_by_logits
 from cache_rank.kernels.row_sketch.reference import KEY_MOST, KEY_UNIT, TILE, RowScratch
 from cache_rank.kernels.sketch.encoding import BLOCK_KEYS, encode_block, encode_grid
@@ -154,7 +150,7 @@ def select_rows(
         STAGES=LAUNCH.stages,
         INTERPRETED=not queries.is_cuda,
         num_warps=LAUNCH.warps,
-        **dependent_launch(queries),
+        HAS_DEPENDENTS=has_dependents(queries),
     )
     pick_by_logits(
         row_table,
@@ -264,10 +260,10 @@ def _score(
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    HAS_DEPENDENTS: tl.constexpr,
 ):
     """One program computes the logits of CHUNK tokens of HEADS units."""
-    let_dependents_start(DEPENDENT)
+    let_dependents_start(HAS_DEPENDENTS)
     chunk = tl.program_id(0) // (KV_HEADS // HEADS)
     head = tl.program_id(0) % (KV_HEADS // HEADS) * HEADS
     request = tl.program_id(1).to(tl.int64)
@@ -276,7 +272,6 @@ def _score(
     length = tl.load(lengths + request).to(tl.int32)
     start, scored = chunk * CHUNK, length - 1
     least = tl.load(sparse_from + slot)
-    wait_for_kernel_ahead(DEPENDENT)
     if start < scored:
         # Weights are loaded while it is looked up whether the request is sparse.
         own_weights, weight_scale = load_weights(

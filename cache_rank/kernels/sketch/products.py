@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.dependent import has_dependents, let_dependents_start
 from cache_rank.kernels.nibbles.triton import shift_and_mask
 from cache_rank.kernels.sketch.reference import WEIGHT_RANGE, Sketch
 
@@ -62,7 +61,6 @@ def weigh_elements(
         HEAD_DIM=head_dim,
         BLOCK_ELEMENTS=_BLOCK_ELEMENTS,
         BLOCK_QUERIES=block_queries,
-        HAS_DEPENDENTS=has_dependents(queries),
     )
 
 
@@ -82,10 +80,8 @@ def _weigh_elements(
     HEAD_DIM: tl.constexpr,
     BLOCK_ELEMENTS: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
-    HAS_DEPENDENTS: tl.constexpr,
 ):
     """One program computes BLOCK_ELEMENTS weights of BLOCK_QUERIES heads of a layer and KV head."""
-    let_dependents_start(HAS_DEPENDENTS)
     layer, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     query = tl.program_id(1) * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     row, in_group = query // GROUP, query % GROUP
