@@ -175,7 +175,8 @@ def _pack(rows: int, tokens: int) -> tuple[PackedStore, PagedRows]:
         for start in range(0, tokens, PAGE_TOKENS * 32):
             count = min(PAGE_TOKENS * 32, tokens - start)
             shipment = torch.randn((2, 1, count, KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
-            held.load(table[row], row, start, shipment)
+            with torch.device("cpu"):  # the default of a cache rank, whose host prepares copies
+                held.load(table[row], row, start, shipment)
     slots = torch.arange(rows, dtype=torch.int32)
     return held._memory.store, PagedRows(table, slots, torch.full_like(slots, tokens - 1))
 
