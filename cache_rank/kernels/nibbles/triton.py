@@ -70,22 +70,29 @@ def parts_of_words(numbers, ROWS: tl.constexpr, BITS: tl.constexpr):
 @triton.jit
 def join_parts(parts, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """Make one (ROWS, 4 WORDS) of the four `parts_of_words`; see `channels_of_joined`."""
-    pairs = tl.join(tl.join(parts[0], parts[1]), tl.join(parts[2], parts[3]))
-    return tl.reshape(pairs, (ROWS, 4 * WORDS))
+    pairs = [tl.reshape(parts[i], (ROWS, WORDS // 2, 2)) for i in (0, 1, 2, 3)]
+    joined = tl.join(tl.join(pairs[0], pairs[1]), tl.join(pairs[2], pairs[3]))
+    return tl.reshape(tl.permute(joined, (0, 1, 4, 3, 2)), (ROWS, 4 * WORDS))
 
 
 @triton.jit
 def channels_of_joined(WORDS: tl.constexpr):
-    """The channels of the columns of `join_parts`: a word has four, of its parts 0, 2, 1, 3."""
+    """The channels of the columns of `join_parts`: two words have eight, of their parts in turn.
+
+    So a part of two words, which is unpacked as one register, stays one.
+    """
     column = tl.arange(0, 4 * WORDS)
-    return column % 2 * 2 * WORDS + column // 4 * 2 + column // 2 % 2
+    word, part = column // 8 * 2 + column % 2, column // 2 % 4
+    return part // 2 * 2 * WORDS + word * 2 + part % 2
 
 
 @triton.jit
 def split_parts(joined, ROWS: tl.constexpr, WORDS: tl.constexpr):
     """Take `join_parts` back."""
-    low, high = tl.split(tl.reshape(joined, (ROWS, WORDS, 2, 2)))
-    return tl.split(low) + tl.split(high)
+    pairs = tl.permute(tl.reshape(joined, (ROWS, WORDS // 2, 2, 2, 2)), (0, 1, 4, 3, 2))
+    low, high = tl.split(pairs)
+    parts = tl.split(low) + tl.split(high)
+    return [tl.reshape(parts[i], (ROWS, WORDS)) for i in (0, 1, 2, 3)]
 
 
 @triton.jit
@@ -137,6 +144,31 @@ def both_nibbles_as_half(upper, lower, PART: tl.constexpr, INTERPRETED: tl.const
             + " lop3.b32 $0, t, 0x00FF00FF, 0x64086408, 0x6A; }",
             "=&r,r,r",
             [upper, lower],
+            dtype=tl.float16,
+            is_pure=True,
+            pack=2,
+        )
+
+
+@triton.jit
+def decode_half(codes, step, zero, OFFSET: tl.constexpr, INTERPRETED: tl.constexpr):
+    """Compute zero + step (codes - OFFSET), float16 of the shape of the codes.
+
+    Args:
+        codes: float16, of a part of words.
+        step, zero: float16 of a shape that is repeated to that of the codes.
+        OFFSET: 64 or 1032, which is subtracted exactly.
+    """
+    if INTERPRETED:
+        return (codes - OFFSET) * step + zero
+    else:
+        # Two numbers stay in the register in which they were unpacked.
+        LESS: tl.constexpr = 0xE408E408 if OFFSET == 1032.0 else 0xD400D400
+        return tl.inline_asm_elementwise(
+            f"{{ .reg .b32 t; mov.b32 t, {LESS}; add.rn.f16x2 t, $1, t;"
+            " fma.rn.f16x2 $0, t, $2, $3; }",
+            "=r,r,r,r",
+            [codes, step, zero],
             dtype=tl.float16,
             is_pure=True,
             pack=2,

@@ -29,11 +29,15 @@ from cache_rank.kernels.nibbles.triton import (
     both_nibbles_as_half,
     channels_of_joined,
     code_as_half,
+    decode_half,
     join_parts,
     parts_of_words,
     split_parts,
 )
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
+
+_HEADROOM = tl.constexpr(14.0)
+"""The largest weight is 2 to this power: smaller ones then stay in the range of float16."""
 
 _LEAST_STEP = tl.constexpr(2.0**-100)
 """No step of values counts as smaller, so that sums of weights stay in the range of float32."""
@@ -66,6 +70,24 @@ def _load_codes(planes, at, BITS: tl.constexpr, INTERPRETED: tl.constexpr):
         return [both_nibbles_as_half(uppers, lowers, i, INTERPRETED) for i in (0, 1, 2, 3)]
     else:
         return [code_as_half(uppers, i, 4, INTERPRETED) for i in (0, 1, 2, 3)]
+
+
+@triton.jit
+def _decode(
+    planes,
+    at,
+    steps,
+    zeros,
+    BITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    WORDS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Decode the words of tokens: (TOKENS, D) float16, by `channels_of_joined`."""
+    OFFSET: tl.constexpr = 1032.0 if BITS == 8 else 64.0
+    codes = _load_codes(planes, at, BITS, INTERPRETED)
+    parts = [decode_half(codes[i], steps[i], zeros[i], OFFSET, INTERPRETED) for i in (0, 1, 2, 3)]
+    return join_parts(parts, TOKENS, WORDS)
 
 
 @triton.jit
@@ -173,16 +195,14 @@ def attend_many(
 ):
     """As `attend`, for more queries: codes become numbers once, for queries in all warps.
 
-    They go to shared memory, where the matrix unit reads them. The scales of keys are in them,
-    float16; those of values go into weights.
+    They go to shared memory, float16 and with their scales, where the matrix unit reads them.
     """
     HEAD_DIM: tl.constexpr = LAYOUT.head_dim
     WORDS: tl.constexpr = HEAD_DIM // 4
     SIZE: tl.constexpr = LAYOUT.group_tokens
     BITS: tl.constexpr = CONSTANTS.bits
-    OFFSET: tl.constexpr = 1032.0 if BITS == 8 else 64.0
     row, word, token = tl.arange(0, PADDED)[:, None], tl.arange(0, WORDS), tl.arange(0, SIZE)
-    at = token[:, None] * WORDS + word[None, :]  # [group tokens, D / 4] words
+    dims, at = tl.arange(0, HEAD_DIM), token[:, None] * WORDS + word[None, :]
     own = queries + row * HEAD_DIM + channels_of_joined(WORDS)[None, :]
     query = (tl.load(own, mask=row < GROUP, other=0.0) * scale).to(tl.float16)
     largest = tl.full((PADDED,), -1e30, tl.float32)
@@ -193,24 +213,20 @@ def attend_many(
         words = group * SIZE * WORDS
         # Numbers of two bytes are not copied ahead: they come while keys are multiplied.
         step, zero = _load_relative_to(value_planes, group * SIZE + token, BITS)
-        pair = group * HEAD_DIM + 2 * word[:, None] + tl.arange(0, 2)
-        first_half = _load_relative_to(key_planes, pair, BITS)
-        second_half = _load_relative_to(key_planes, pair + HEAD_DIM // 2, BITS)
-        steps = tl.reshape(tl.join(first_half[0], second_half[0]), (HEAD_DIM,))
-        zeros = tl.reshape(tl.join(first_half[1], second_half[1]), (HEAD_DIM,))
-        codes = join_parts(_load_codes(key_planes, words + at, BITS, INTERPRETED), SIZE, WORDS)
-        key = (codes - OFFSET) * steps.to(tl.float16)[None, :] + zeros.to(tl.float16)[None, :]
-        logits = tl.dot(query, tl.trans(key))
-        bits = tl.maximum(step, _LEAST_STEP).to(tl.int32, bitcast=True)
-        exponent = ((bits >> 23) - 127).to(tl.float32)
-        of_block = tl.max(logits + exponent[None, :], axis=1)
-        before, largest = largest, tl.maximum(largest, of_block)
+        value_step = [step.to(tl.float16)[:, None] for _ in (0, 1, 2, 3)]
+        value_zero = [zero.to(tl.float16)[:, None] for _ in (0, 1, 2, 3)]
+        step, zero = _load_relative_to(key_planes, (group * HEAD_DIM + dims)[None, :], BITS)
+        steps = parts_of_words(step.to(tl.float16), 1, 4)
+        zeros = parts_of_words(zero.to(tl.float16), 1, 4)
+        keys = _decode(key_planes, words + at, steps, zeros, BITS, SIZE, WORDS, INTERPRETED)
+        logits = tl.dot(query, tl.trans(keys))
+        before, largest = largest, tl.maximum(largest, tl.max(logits, axis=1) - _HEADROOM)
         weights = tl.exp2(logits - largest[:, None])
-        factor = (weights * step[None, :]).to(tl.float16)
         decay = tl.exp2(before - largest)
         total = total * decay + tl.sum(weights, axis=1)
-        added = tl.sum(weights * zero[None, :], axis=1)
-        codes = join_parts(_load_codes(value_planes, words + at, BITS, INTERPRETED), SIZE, WORDS)
-        sums = tl.dot(factor, codes - OFFSET, sums * decay[:, None] + added[:, None])
+        values = _decode(
+            value_planes, words + at, value_step, value_zero, BITS, SIZE, WORDS, INTERPRETED
+        )
+        sums = tl.dot(weights.to(tl.float16), values, sums * decay[:, None])
     parts = split_parts(sums, PADDED, WORDS)
     return [tl.trans(parts[i]) for i in (0, 1, 2, 3)], largest, total
