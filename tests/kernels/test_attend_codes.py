@@ -231,6 +231,28 @@ def test_triton_attends_as_the_reference_but_for_rounding(
 
 
 @pytest.mark.usefixtures("few_programs")
+@pytest.mark.parametrize("count", [1, 9])
+@pytest.mark.parametrize("name", ["quantspec 4, values too", "quantspec 8"])
+def test_values_of_any_size_are_attended_to_alike(
+    device: torch.device, name: str, count: int
+) -> None:
+    """Tiny ones, and those beyond the range of float16."""
+    sequences = held(name, device)
+    kept = [0, 3]
+    sequences = sequences._replace(rows=PagedRows(*(part[kept] for part in sequences.rows)))
+    queries = random_queries(sequences, count, 4)
+    expected, expected_sums = attended(triton, sequences, queries)
+    for size in (2.0**-30, 2.0**20):
+        for relative_to in sequences.tokens.planes[1][2:]:
+            relative_to *= size
+        out, log_sums = attended(triton, sequences, queries)
+        for relative_to in sequences.tokens.planes[1][2:]:
+            relative_to /= size
+        torch.testing.assert_close(out / size, expected, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(log_sums, expected_sums, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("implementation", [reference, triton], ids=["reference", "triton"])
 @pytest.mark.parametrize(
     ("name", "bits", "partition"), [("hack 4, keys by 16", 4, 16), ("hack 2, sums", 2, 64)]

@@ -151,7 +151,7 @@ def both_nibbles_as_half(upper, lower, PART: tl.constexpr, INTERPRETED: tl.const
 
 
 @triton.jit
-def decode_half(codes, step, zero, OFFSET: tl.constexpr, INTERPRETED: tl.constexpr):
+def decode_as_half(codes, step, zero, OFFSET: tl.constexpr, INTERPRETED: tl.constexpr):
     """Compute zero + step (codes - OFFSET), float16 of the shape of the codes.
 
     Args:

@@ -11,7 +11,7 @@ has codes of four channels. Codes of one place in two words are unpacked at once
 operands of the matrix unit. So sums are taken by `parts_of_words`.
 
 That is for the queries of a token. For those of several, as a verification has, `attend_many` makes
-queries the rows of products, so that what a warp unpacks all warps multiply.
+queries the rows of products, and decodes keys and values, so that each is decoded once for all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cache_rank.kernels.nibbles.triton import (
     both_nibbles_as_half,
     channels_of_joined,
     code_as_half,
-    decode_half,
+    decode_as_half,
     join_parts,
     parts_of_words,
     split_parts,
@@ -38,6 +38,12 @@ from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 
 _HEADROOM = tl.constexpr(14.0)
 """The largest weight is 2 to this power: smaller ones then stay in the range of float16."""
+
+_VALUE_UNIT = tl.constexpr(2.0**-12)
+"""Of the largest value of a group: in it, smaller values too are normal numbers of float16."""
+
+_LEAST_VALUE = tl.constexpr(2.0**-60)
+"""No largest value counts as smaller, so that sums of weights stay in the range of float32."""
 
 _LEAST_STEP = tl.constexpr(2.0**-100)
 """No step of values counts as smaller, so that sums of weights stay in the range of float32."""
@@ -86,7 +92,9 @@ def _decode(
     """Decode the words of tokens: (TOKENS, D) float16, by `channels_of_joined`."""
     OFFSET: tl.constexpr = 1032.0 if BITS == 8 else 64.0
     codes = _load_codes(planes, at, BITS, INTERPRETED)
-    parts = [decode_half(codes[i], steps[i], zeros[i], OFFSET, INTERPRETED) for i in (0, 1, 2, 3)]
+    parts = [
+        decode_as_half(codes[i], steps[i], zeros[i], OFFSET, INTERPRETED) for i in (0, 1, 2, 3)
+    ]
     return join_parts(parts, TOKENS, WORDS)
 
 
@@ -213,19 +221,25 @@ def attend_many(
         words = group * SIZE * WORDS
         # Numbers of two bytes are not copied ahead: they come while keys are multiplied.
         step, zero = _load_relative_to(value_planes, group * SIZE + token, BITS)
-        value_step = [step.to(tl.float16)[:, None] for _ in (0, 1, 2, 3)]
-        value_zero = [zero.to(tl.float16)[:, None] for _ in (0, 1, 2, 3)]
+        last = zero + step * (256.0 if BITS == 8 else 16.0)
+        most = tl.maximum(tl.max(tl.maximum(tl.abs(zero), tl.abs(last))), _LEAST_VALUE)
+        unit = power_below(most) * _VALUE_UNIT
+        exponent = tl.log2(unit)
+        value_steps = [(step / unit).to(tl.float16)[:, None] for _ in (0, 1, 2, 3)]
+        value_zeros = [(zero / unit).to(tl.float16)[:, None] for _ in (0, 1, 2, 3)]
         step, zero = _load_relative_to(key_planes, (group * HEAD_DIM + dims)[None, :], BITS)
         steps = parts_of_words(step.to(tl.float16), 1, 4)
         zeros = parts_of_words(zero.to(tl.float16), 1, 4)
         keys = _decode(key_planes, words + at, steps, zeros, BITS, SIZE, WORDS, INTERPRETED)
         logits = tl.dot(query, tl.trans(keys))
-        before, largest = largest, tl.maximum(largest, tl.max(logits, axis=1) - _HEADROOM)
-        weights = tl.exp2(logits - largest[:, None])
+        # Values are in a unit, so weights are times the unit.
+        of_block = tl.max(logits, axis=1) + (exponent - _HEADROOM)
+        before, largest = largest, tl.maximum(largest, of_block)
+        weights = tl.exp2(logits - (largest - exponent)[:, None])
         decay = tl.exp2(before - largest)
-        total = total * decay + tl.sum(weights, axis=1)
+        total = total * decay + tl.sum(weights, axis=1) / unit
         values = _decode(
-            value_planes, words + at, value_step, value_zero, BITS, SIZE, WORDS, INTERPRETED
+            value_planes, words + at, value_steps, value_zeros, BITS, SIZE, WORDS, INTERPRETED
         )
         sums = tl.dot(weights.to(tl.float16), values, sums * decay[:, None])
     parts = split_parts(sums, PADDED, WORDS)
