@@ -52,6 +52,7 @@ ONE_EACH = Launch(block=64, warps=2, programs=264)
 programs run at the same time, two on a multiprocessor."""
 
 _SHORT = 128
+"""Of longer rows two such programs do not fit the shared memory of a multiprocessor."""
 
 _QUERIES = 16
 """The matrix unit takes so many query heads at a time."""
@@ -131,7 +132,7 @@ def attend_rows(
         INTERPRETED=not queries.is_cuda,  # which multiplies no bfloat16
         num_warps=launch.warps,
         num_stages=launch.stages,
-        HAS_DEPENDENTS=has_dependents(out),
+        HAS_DEPENDENTS=log_sums is not None and has_dependents(out),
     )
     if log_sums is not None:
         merge_splits(partial, log_sums, out, None, **dependent_launch(out))
