@@ -34,7 +34,7 @@ QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 
 HEAD_START_CYCLES = 2_000_000
-"""The GPU is kept busy so long, about a millisecond, while the host queues."""
+"""The GPU is kept busy so long, about a millisecond, while the host queues, which is not timed."""
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Of queries (B, Q, Hq, D), keys and values (B, Hkv, n, D): outputs (B, Q, Hq, D)."""
@@ -46,7 +46,6 @@ def median_ms(action: Callable[[], Any], repeats: int = 20) -> float:
     for _ in range(repeats + 2):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        # Longer than the host takes to queue the action, which is not what is timed.
         torch.cuda._sleep(HEAD_START_CYCLES)
         start.record()
         action()
