@@ -132,7 +132,7 @@ def attend_rows(
         INTERPRETED=not queries.is_cuda,  # which multiplies no bfloat16
         num_warps=launch.warps,
         num_stages=launch.stages,
-        HAS_DEPENDENTS=log_sums is not None and has_dependents(out),
+        HAS_DEPENDENTS=splits > 1 and has_dependents(out),
     )
     if log_sums is not None:
         merge_splits(partial, log_sums, out, None, **dependent_launch(out))

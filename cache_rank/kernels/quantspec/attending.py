@@ -40,7 +40,7 @@ _HEADROOM = tl.constexpr(14.0)
 """The largest weight is 2 to this power: smaller ones then stay in the range of float16."""
 
 _VALUE_UNIT = tl.constexpr(2.0**-12)
-"""Of the largest value of a group: in it, smaller values too are normal numbers of float16."""
+"""The unit of a group, of its largest value: small values are normal numbers of float16 then."""
 
 _LEAST_VALUE = tl.constexpr(2.0**-60)
 """No largest value counts as smaller, so that sums of weights stay in the range of float32."""
