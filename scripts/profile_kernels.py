@@ -50,8 +50,8 @@ def main() -> None:
     parser.add_argument("--queries", type=int, default=1, help="of each request")
     parser.add_argument("--json", type=Path, help="file to write as well")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("error: needs an NVIDIA GPU")
+    if options.queries < 1 or not torch.cuda.is_available():
+        sys.exit("error: needs an NVIDIA GPU, and --queries of at least 1")
     torch.set_grad_enabled(False)
     torch.set_default_device("cuda")
     bandwidth = copy_bandwidth()
