@@ -76,10 +76,38 @@ def place_in_pages(pages, position, layer, head, LAYOUT: tl.constexpr, used=None
         used: which positions there are; without it all.
     """
     if used is None:
-        page = tl.load(pages + position // LAYOUT.page).to(tl.int64)
+        page = tl.load(pages + position // LAYOUT.page)
     else:
-        page = tl.load(pages + position // LAYOUT.page, mask=used, other=0).to(tl.int64)
-    tile = (page * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
+        page = tl.load(pages + position // LAYOUT.page, mask=used, other=0)
+    return _place_in_page(page, position, layer, head, LAYOUT)
+
+
+@triton.jit
+def place_ahead(pages, position, layer, head, INTERPRETED: tl.constexpr, LAYOUT: tl.constexpr):
+    """As `place_in_pages`, of one position, for a loop that copies codes from there ahead.
+
+    Were the page loaded, it would be copied ahead itself, and take a stage from the codes, which
+    wait for it. An instruction is no copy. But it has no mask, and is run beyond the loop's end
+    too: positions there have to be of a page as well.
+    """
+    index = pages + position // LAYOUT.page
+    if INTERPRETED:
+        page = tl.load(index)
+    else:
+        page = tl.inline_asm_elementwise(
+            "ld.global.nc.b32 $0, [$1];",
+            "=r,l",
+            [index.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    return _place_in_page(page, position, layer, head, LAYOUT)
+
+
+@triton.jit
+def _place_in_page(page, position, layer, head, LAYOUT: tl.constexpr):
+    tile = (page.to(tl.int64) * LAYOUT.layers + layer) * LAYOUT.kv_heads + head
     return tile * LAYOUT.page + position % LAYOUT.page
 
 

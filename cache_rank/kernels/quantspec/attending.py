@@ -24,7 +24,7 @@ import triton.language as tl
 from cache_rank.kernels.coded.format import Launch, Parameters
 from cache_rank.kernels.coded.reference import CodedTokens
 from cache_rank.kernels.coded.rounding import power_below
-from cache_rank.kernels.coded.tokens import place_in_pages
+from cache_rank.kernels.coded.tokens import place_ahead, place_in_pages
 from cache_rank.kernels.nibbles.triton import (
     both_nibbles_as_half,
     channels_of_joined,
@@ -63,7 +63,9 @@ def attending(tokens: CodedTokens, padded: int) -> Parameters:
     assert tokens.codecs[1] == codec._replace(per_channel=False)
     launch = Launch(warps=2, programs=4 if codec.read_bits == 8 else 6)
     if padded > 8:
-        launch = Launch(warps=4 if padded <= 64 else 8)
+        # So two programs of 64 queries fit the shared memory of a multiprocessor.
+        stages = 3 if codec.dtype.itemsize == 2 else 2
+        launch = Launch(warps=4 if padded <= 64 else 8, stages=stages)
     return Parameters((), _Attending(codec.read_bits), launch)
 
 
@@ -104,6 +106,26 @@ def _load_relative_to(planes, at, BITS: tl.constexpr):
     scale = tl.load(planes[2] + at).to(tl.float32)
     zero = tl.load(planes[3] + at).to(tl.float32)
     return scale * (0.0625 if BITS == 8 else 1.0), zero
+
+
+@triton.jit
+def _load_of_channels(plane, first, FACTOR: tl.constexpr, WORDS: tl.constexpr):
+    """Load numbers of channels, times a factor: `parts_of_words`, (1, WORDS) float16.
+
+    Two of 2 bytes are a word of 4, which is copied ahead.
+    """
+    DTYPE: tl.constexpr = plane.dtype.element_ty
+    if DTYPE.primitive_bitwidth == 32:
+        numbers = tl.load(plane + first + tl.arange(0, 4 * WORDS)[None, :])
+        parts = parts_of_words(numbers, 1, 4)
+    else:
+        at = plane.to(tl.pointer_type(tl.uint32)) + first // 2 + tl.arange(0, WORDS)[None, :]
+        pairs = [tl.load(at), tl.load(at + WORDS)]
+        parts = [(pairs[i // 2] >> i % 2 * 16).to(tl.uint16) for i in (0, 1, 2, 3)]
+    return [
+        (parts[i].to(DTYPE, bitcast=True).to(tl.float32) * FACTOR).to(tl.float16)
+        for i in (0, 1, 2, 3)
+    ]
 
 
 @triton.jit
@@ -209,27 +231,36 @@ def attend_many(
     WORDS: tl.constexpr = HEAD_DIM // 4
     SIZE: tl.constexpr = LAYOUT.group_tokens
     BITS: tl.constexpr = CONSTANTS.bits
+    FACTOR: tl.constexpr = 0.0625 if BITS == 8 else 1.0
     row, word, token = tl.arange(0, PADDED)[:, None], tl.arange(0, WORDS), tl.arange(0, SIZE)
-    dims, at = tl.arange(0, HEAD_DIM), token[:, None] * WORDS + word[None, :]
+    at = token[:, None] * WORDS + word[None, :]
     own = queries + row * HEAD_DIM + channels_of_joined(WORDS)[None, :]
     query = (tl.load(own, mask=row < GROUP, other=0.0) * scale).to(tl.float16)
     largest = tl.full((PADDED,), -1e30, tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     sums = tl.zeros((PADDED, HEAD_DIM), tl.float32)
+    last_group, place = tl.maximum(stop - SIZE, 0), tl.zeros((), tl.int64)
+    if start < stop:
+        place = place_ahead(pages, start, layer, head, INTERPRETED, LAYOUT)
+    next_step = tl.load(value_planes[2] + place + token)
+    next_zero = tl.load(value_planes[3] + place + token)
     for first in tl.range(start, stop, SIZE, num_stages=STAGES):
-        group = place_in_pages(pages, first, layer, head, LAYOUT) // SIZE
-        words = group * SIZE * WORDS
-        # Numbers of two bytes are not copied ahead: they come while keys are multiplied.
-        step, zero = _load_relative_to(value_planes, group * SIZE + token, BITS)
+        place = place_ahead(pages, tl.minimum(first, last_group), layer, head, INTERPRETED, LAYOUT)
+        # Numbers of 2 bytes are not copied ahead: those of values are loaded an iteration early.
+        step, zero = next_step.to(tl.float32) * FACTOR, next_zero.to(tl.float32)
+        following = tl.minimum(first + SIZE, last_group)
+        following = place_ahead(pages, following, layer, head, INTERPRETED, LAYOUT)
+        next_step = tl.load(value_planes[2] + following + token)
+        next_zero = tl.load(value_planes[3] + following + token)
         last = zero + step * (256.0 if BITS == 8 else 16.0)
         most = tl.maximum(tl.max(tl.maximum(tl.abs(zero), tl.abs(last))), _LEAST_VALUE)
         unit = power_below(most) * _VALUE_UNIT
-        exponent = tl.log2(unit)
-        value_steps = [(step / unit).to(tl.float16)[:, None] for _ in (0, 1, 2, 3)]
-        value_zeros = [(zero / unit).to(tl.float16)[:, None] for _ in (0, 1, 2, 3)]
-        step, zero = _load_relative_to(key_planes, (group * HEAD_DIM + dims)[None, :], BITS)
-        steps = parts_of_words(step.to(tl.float16), 1, 4)
-        zeros = parts_of_words(zero.to(tl.float16), 1, 4)
+        exponent, inverse = tl.log2(unit), 1.0 / unit
+        value_steps = [(step * inverse).to(tl.float16)[:, None] for _ in (0, 1, 2, 3)]
+        value_zeros = [(zero * inverse).to(tl.float16)[:, None] for _ in (0, 1, 2, 3)]
+        channels, words = place // SIZE * HEAD_DIM, place * WORDS
+        steps = _load_of_channels(key_planes[2], channels, FACTOR, WORDS)
+        zeros = _load_of_channels(key_planes[3], channels, 1.0, WORDS)
         keys = _decode(key_planes, words + at, steps, zeros, BITS, SIZE, WORDS, INTERPRETED)
         logits = tl.dot(query, tl.trans(keys))
         # Values are in a unit, so weights are times the unit.
@@ -237,7 +268,7 @@ def attend_many(
         before, largest = largest, tl.maximum(largest, of_block)
         weights = tl.exp2(logits - (largest - exponent)[:, None])
         decay = tl.exp2(before - largest)
-        total = total * decay + tl.sum(weights, axis=1) / unit
+        total = total * decay + tl.sum(weights, axis=1) * inverse
         values = _decode(
             value_planes, words + at, value_steps, value_zeros, BITS, SIZE, WORDS, INTERPRETED
         )
