@@ -138,6 +138,11 @@ def pool_state(request: Any) -> Any:
     return request.kv if IS_NEW else request
 
 
+def set_kv_length(request: Any, tokens: int) -> None:
+    """Say for how many first tokens of a request there are K and V, in rows of its own."""
+    request.kv.kv_allocated_len = pool_state(request).kv_committed_len = tokens
+
+
 ASKS_FOR_DRAFTS_POOL = not IS_NEW
 """The old scheduler looks for the pool of a drafting model if it has a speculative algorithm."""
 

@@ -39,6 +39,12 @@ TRANSFERS = "coded"
 WIRE_CODES = "wire_codes"
 """The key of a request's `custom_params` that names the codes in which its K and V travel."""
 
+WIRE_DRAFTS = "wire_drafts"
+"""The key that says whether it may draft before all K and V are there."""
+
+MOST_WIRE_DRAFTS = 64
+"""Drafts of a request before all K and V are there, as in Lynx (section 4.2)."""
+
 WIRE_FORMATS = tuple(
     name for name, residency in FORMATS.items() if residency.tail_tokens() is not None
 )
@@ -185,6 +191,13 @@ class CacheRankFlags(ServerArgs):
             "hack or lynx; a format may have options, as in hack:bits=2."
         ),
     ] = "bf16"
+    wire_drafts: A[
+        int,
+        Arg(
+            help="Most tokens that a decode server drafts for a request when half of the bits of "
+            f"quantspec or lynx have come, and the others not: 0 to {MOST_WIRE_DRAFTS}."
+        ),
+    ] = 0
     cache_rank_timeout: A[
         float, Arg(help="Seconds without an answer after which a cache rank counts as down.")
     ] = 5.0
@@ -279,6 +292,19 @@ class CacheRankFlags(ServerArgs):
     def only_decodes(self) -> bool:
         """Whether another server prefills what this one decodes."""
         return self.disaggregation_mode == "decode"
+
+    @property
+    def why_no_wire_drafts(self) -> str | None:
+        """Why no request can draft before all K and V are there; None if it can."""
+        if not self.transfers_codes or not self.only_decodes:
+            return "only a server drafts that decodes what comes by our transfers"
+        if self.has_cache_rank:
+            return "a cache rank takes complete pages"
+        if self.enable_deterministic_inference:
+            return "a verification rounds otherwise than decode steps"
+        if self.attention_backend == "flashinfer":
+            return "the host queues several steps, and each writes over the plan of the one before"
+        return None
 
     @property
     def budget_curve(self) -> BudgetCurve:
@@ -395,7 +421,7 @@ HEEDED_FIELDS = {
 }
 """By the placement, those of our fields that have an effect."""
 
-TRANSFER_FIELDS = {"wire_codes", "cache_rank_address"}
+TRANSFER_FIELDS = {"wire_codes", "wire_drafts", "cache_rank_address"}
 """Those that have one with our transfers."""
 
 

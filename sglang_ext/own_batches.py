@@ -77,6 +77,20 @@ def decode_batch(
     return batch_of(runner, ForwardMode.DECODE, tokens, positions, slots, lengths, rows)
 
 
+def as_extend(batch: ForwardBatch, lengths: Lengths, width: int) -> None:
+    """Let a batch read so many tokens of each request behind those that `lengths` has."""
+    count, after = len(lengths.host), lengths.after(width)
+    batch.extend_prefix_lens = lengths.device.to(torch.int32)
+    batch.extend_prefix_lens_cpu = lengths.host.tolist()
+    batch.extend_seq_lens = torch.full_like(batch.extend_prefix_lens, width)
+    batch.extend_seq_lens_cpu = [width] * count
+    batch.extend_start_loc = torch.arange(count, dtype=torch.int32, device=after.device.device)
+    batch.extend_start_loc *= width
+    batch.extend_num_tokens = count * width
+    batch.seq_lens, batch.seq_lens_cpu = after.device, after.host
+    batch.seq_lens_sum = int(after.host.sum())
+
+
 def measured_load(runner: Any) -> tuple[int, int]:
     """How many requests are measured, and the tokens of each, in whole pages."""
     on_gpu = torch.device(runner.device).type == "cuda"

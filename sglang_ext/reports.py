@@ -23,6 +23,13 @@ def report(result: Any, requests: list[Any]) -> None:
     result.logits_output.customized_info = info
 
 
+def report_all(request: Any) -> None:
+    """Give a request entries for the tokens that it has before its first step here."""
+    prepare_requests([request])
+    entries = [values_of(request.cache_rank_statistics)] * len(request.output_ids)
+    request.customized_info = {CACHE_RANK: entries}
+
+
 def repeat(requests: list[Any], result: Any) -> None:
     """Add an entry for each token of a round but the last, whose entry SGLang adds itself.
 

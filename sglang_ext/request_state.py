@@ -32,6 +32,8 @@ class RequestStatistics:
     late_steps: int = 0
     stale_steps: int = 0
     retractions: int = 0
+    wire_drafts: int = 0
+    wire_drafts_accepted: int = 0
 
 
 def asks_to_stay_dense(request: Any) -> bool:

@@ -197,6 +197,11 @@ class Residency(ABC):
         """
         return ()
 
+    @classmethod
+    def refining_planes(cls) -> tuple[int, ...]:
+        """Which of `page_planes` may come later; with zeros in them a page is read less exactly."""
+        return ()
+
     def page_memory(self) -> tuple[Tensor, ...]:
         """All that belongs to a page, by page, (pages, ...) each."""
         sketches = () if self._sketches is None else (self._sketches.codes,)

@@ -13,7 +13,7 @@ from torch import Tensor
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.coded.reference import Codec
-from cache_rank.kernels.lynx.reference import DEFAULT_ALPHA, PAGE, LynxCodec
+from cache_rank.kernels.lynx.reference import DEFAULT_ALPHA, PAGE, LynxCodec, LynxCodes
 from cache_rank.residency.coded import CodedResidency
 from cache_rank.residency.options import Between, OneOf, Ranges
 
@@ -34,6 +34,11 @@ class LynxResidency(CodedResidency):
         options = cls.settings(config.kv_residency_options)
         codec = LynxCodec(float(options["alpha"]), reads_residuals=options["reading"] == "full")
         return codec, codec
+
+    @classmethod
+    def refining_planes(cls) -> tuple[int, ...]:
+        residual, planes = LynxCodes._fields.index("residual"), len(LynxCodes._fields)
+        return residual, planes + residual
 
     def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
         """See `Residency.attend`. Anchors and residuals are read, whatever scores read."""

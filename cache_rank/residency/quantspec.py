@@ -14,7 +14,7 @@ from torch import Tensor
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.coded.reference import Codec
-from cache_rank.kernels.quantspec.reference import GROUP, QuantSpecCodec
+from cache_rank.kernels.quantspec.reference import GROUP, QuantSpecCodec, QuantSpecCodes
 from cache_rank.residency.coded import CodedResidency
 from cache_rank.residency.options import OneOf, Ranges
 
@@ -36,6 +36,11 @@ class QuantSpecResidency(CodedResidency):
             QuantSpecCodec(per_channel=True, dtype=dtype, read_bits=bits),
             QuantSpecCodec(per_channel=False, dtype=dtype),
         )
+
+    @classmethod
+    def refining_planes(cls) -> tuple[int, ...]:
+        lower, planes = QuantSpecCodes._fields.index("lower"), len(QuantSpecCodes._fields)
+        return lower, planes + lower
 
     def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
         """See `Residency.attend`. Both nibbles are read, whatever scores read."""

@@ -25,6 +25,7 @@ from sglang_ext.disaggregation.wire import (
     Alive,
     End,
     Hello,
+    Metadata,
     Page,
     Tail,
     Wire,
@@ -42,7 +43,7 @@ class Arrival:
 
     Attributes:
         failure: why they do not come; None while nothing is wrong.
-        metadata: SGLang's, once all is there.
+        metadata: SGLang's, with the first token; it may be there long before all K and V.
     """
 
     def __init__(
@@ -76,8 +77,10 @@ class Arrival:
         self._look_up_peer = look_up_peer
         self._rows_on_host = rows
         self._rows: Tensor | None = None
-        self._placed = 0
-        self._is_whole = False
+        self._placed = self._refined = 0  # tokens
+        self._first_parts: deque[tuple[str, Tensor]] = deque()  # with their codes
+        self._placed_all: Any = None
+        self._has_ended = self._is_whole = False
         self._wire: Wire | None = None
         self._arrived: queue.SimpleQueue[tuple[Page | Tail, Tensor]] = queue.SimpleQueue()
         self._being_read: deque[tuple[Any, Tensor | None]] = deque()
@@ -99,6 +102,12 @@ class Arrival:
             self._drop_arrived()
             return "failed"
         return "here" if self._is_whole else "coming"
+
+    @property
+    def can_be_read(self) -> bool:
+        """Whether all tokens have K and V, some of which are not refined yet."""
+        has_all = self._placed == len(self._rows_on_host) and bool(self._first_parts)
+        return has_all and self.failure is None and _is_done(self._placed_all)
 
     def fail(self, why: str) -> None:
         """Receive no more; the prefill server sees the connection end.
@@ -128,36 +137,63 @@ class Arrival:
                 frame, buffer = self._arrived.get_nowait()
             except queue.Empty:
                 break
-            self._being_read.append((None, buffer))  # it is given back whatever happens
-            self._being_read[-1] = self._place(frame, buffer), buffer
-        if self.metadata is not None and not self._is_whole and self._arrived.empty():
+            is_kept = isinstance(frame, Page) and frame.part == "first"
+            lent = buffer[:0].clone() if is_kept else buffer
+            self._being_read.append((None, lent))  # it is given back whatever happens
+            self._being_read[-1] = self._place(frame, buffer), lent
+        if self._has_ended and not self._is_whole and self._arrived.empty():
             self._finish()
 
     def _place(self, frame: Page | Tail, buffer: Tensor) -> Any:
         """Write tokens to their rows; returns the event behind that."""
-        count = PAGE_TOKENS if isinstance(frame, Page) else frame.tokens
-        pool, come = self._pool, self._rows_on_device()[: self._placed + count]
-        rows = come[self._placed :]
-        if len(rows) < count:
+        pool = self._pool
+        if isinstance(frame, Page):
+            codec, count = pool.codec(frame.codes), PAGE_TOKENS
+            part, size = frame.part, codec.part_bytes[frame.part]
+        else:
+            codec, count, part = None, frame.tokens, "whole"
+            size = count * pool.token_bytes
+        stop = count + (self._refined if part == "rest" else self._placed)
+        if stop > len(self._rows_on_host) or (part == "rest" and not self._first_parts):
             raise WireError(f"more than the {len(self._rows_on_host)} tokens come")
-        codec = pool.codec(frame.codes) if isinstance(frame, Page) else None
-        size = codec.packed_bytes if codec is not None else count * pool.token_bytes
         if frame.bytes != size:
             raise WireError(f"{count} tokens come in {frame.bytes} bytes, not {size}")
+        come = self._rows_on_device()[:stop]
         with pool.aside(self._after):
             packed = buffer[:size].to(pool.device, non_blocking=True)
-            if codec is not None:
-                codec.decode(packed, rows)
-                self._pass_on(come, codec, packed)
+            if codec is None or isinstance(frame, Tail):
+                pool.put_raw(packed, come[-count:])
             else:
-                pool.put_raw(packed, rows)
+                packed = self._joined(codec, frame, packed, buffer[:size])
+                codec.decode(packed, come[-count:])
+                if part != "first":
+                    self._pass_on(come, codec, packed)
             mark = pool.mark()
-        self._placed += count
+        if part == "rest":
+            self._refined = stop
+        else:
+            self._placed, self._placed_all = stop, mark
         return mark
 
+    def _joined(self, codec: PageCodec, frame: Page, came: Tensor, on_host: Tensor) -> Tensor:
+        """Return a packed page of what has come of it; the first part stays on the host."""
+        if frame.part == "whole":
+            return came
+        if frame.part == "first":
+            self._first_parts.append((frame.codes, on_host))
+            return codec.join(came, None)
+        codes, first = self._first_parts.popleft()
+        if codes != frame.codes:
+            raise WireError(f"the rest of a page of {codes} comes as {frame.codes}")
+        return codec.join(first.to(came.device, non_blocking=True), came)
+
     def _finish(self) -> None:
+        if self.metadata is None:
+            raise WireError("no metadata came")
         if self._placed != len(self._rows_on_host):
             raise WireError(f"{self._placed} of {len(self._rows_on_host)} tokens came")
+        if self._first_parts:
+            raise WireError(f"the rest of {len(self._first_parts)} pages did not come")
         with self._pool.aside(self._after):
             self._write_beside(self._rows_on_device())
             self._being_read.append((self._pool.mark(), None))
@@ -174,6 +210,7 @@ class Arrival:
             self._pages.give_back(buffer)
 
     def _drop_arrived(self) -> None:
+        self._first_parts.clear()
         with self._lock:
             while not self._arrived.empty():
                 self._let_go(self._arrived.get_nowait()[1])
@@ -215,13 +252,16 @@ class Arrival:
             if isinstance(frame, Alive):
                 continue
             if isinstance(frame, End):
+                wire.acknowledge()
+                self._has_ended = True
+                return
+            if isinstance(frame, Metadata):
                 if frame.bytes != sum(self._hello.metadata_bytes):
                     raise WireError(f"{frame.bytes} bytes of metadata come")
                 metadata = bytearray(frame.bytes)
                 wire.receive_into(memoryview(metadata))
-                wire.acknowledge()
                 self.metadata = bytes(metadata)
-                return
+                continue
             if not 0 < frame.bytes <= most:
                 raise WireError(f"{frame.bytes} bytes come at once")
             buffer = self._pages.take(frame.bytes, SILENCE_SECONDS)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import time
 from typing import Any
 
@@ -24,18 +25,23 @@ from sglang.srt.disaggregation.common.conn import (
 from sglang.srt.disaggregation.utils import KVClassType
 
 from cache_rank.pages import PAGE_TOKENS
+from sglang_ext.disaggregation import first_token
+from sglang_ext.disaggregation.arrival_drafts import ArrivalDrafts, Drafting
 from sglang_ext.disaggregation.arriving import Arrival
 from sglang_ext.disaggregation.codec import HostPages, PageCodec, PoolRows
 from sglang_ext.disaggregation.departing import Departure, Listener
 from sglang_ext.disaggregation.wire import (
     SILENCE_SECONDS,
     Hello,
-    Link,
+    link_of_environment,
     secret_of_environment,
 )
 from sglang_ext.flags import WIRE_FORMATS
 from sglang_ext.inline import starting
 from sglang_ext.two_ranks import inference_rank
+
+SWITCH_SECONDS = 1e-4
+"""How long a thread may keep Python's lock that another one waits for."""
 
 
 class CodedKVManager(CommonKVManager):
@@ -43,12 +49,14 @@ class CodedKVManager(CommonKVManager):
 
     Attributes:
         pool: rows of SGLang's KV pool, when `attach` has been called.
+        drafts: of requests whose K and V are still coming; None where none drafts.
     """
 
     def __init__(self, args: Any, mode: Any, server_args: Any, *others: Any, **kwargs: Any) -> None:
-        self.secret, self.link = secret_of_environment(), Link()
+        self.secret, self.link = secret_of_environment(), link_of_environment()
         self.listener: Listener | None = None
         self.pool: PoolRows | None = None
+        self.drafts: ArrivalDrafts | None = None
         super().__init__(args, mode, server_args, *others, **kwargs)
         self.server_socket.close(linger=0)  # it is bound to every network, and nobody reads it
 
@@ -66,16 +74,22 @@ class CodedKVManager(CommonKVManager):
                 f"rows of tokens travel, and this attention backend has pages of {pool.page_size}; "
                 "pass --attention-backend fa3, flashinfer or triton"
             )
+        # The scheduler never rests, and threads of transfers would wait for Python's lock.
+        sys.setswitchinterval(SWITCH_SECONDS)
         self.pool = PoolRows(pool.k_buffer, pool.v_buffer)
         self.pages = HostPages(self.pool.on_gpu)
         for codes in {self.server_args.wire_codes, *(WIRE_FORMATS if self.pool.on_gpu else ())}:
             self.pool.codec(codes).prepare(sends=self.listener is not None)
         if self.listener is not None:
             self.listener.why_not = self._why_not
+        elif self.server_args.wire_drafts:
+            args = self.server_args  # without a threshold no length alone makes a request sparse
+            self.drafts = ArrivalDrafts(self._scheduler, args.wire_drafts, args.sparse_threshold)
 
-    def hello(self, room: int, tokens: int) -> Hello:
+    def hello(self, room: int, tokens: int, in_parts: bool) -> Hello:
         assert self.pool is not None
-        return Hello(room, tokens, self.pool.shape, list(self.kv_args.aux_item_lens))
+        sizes = list(self.kv_args.aux_item_lens)
+        return Hello(room, tokens, self.pool.shape, sizes, in_parts)
 
     def after_forward_passes(self) -> list[Any]:
         """On a GPU, an event behind the forward passes that have been launched."""
@@ -93,6 +107,12 @@ class CodedKVManager(CommonKVManager):
         for start, size in zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens, strict=True):
             ctypes.memmove(start + index * size, metadata[:size], size)
             metadata = metadata[size:]
+
+    def release_first_token(self, request: Any, index: int) -> tuple[int, bool]:
+        """Stream the first token of a request, which its metadata has; see `first_token`."""
+        buffers = self._scheduler.disagg_decode_transfer_queue.metadata_buffers
+        token = int(buffers.get_buf(index)[0][0])
+        return token, first_token.release(self._scheduler, request, token)
 
     def forget_peer(self, bootstrap_addr: str) -> None:
         """Ask the bootstrap server again for a prefill server that may have come back."""
@@ -129,7 +149,7 @@ class CodedKVManager(CommonKVManager):
 
     def _why_not(self, hello: Hello) -> str | None:
         """Why a decode server cannot have what it wants."""
-        ours = self.hello(hello.room, hello.tokens)
+        ours = self.hello(hello.room, hello.tokens, hello.in_parts)
         for field in ("version", "shape", "metadata_bytes"):
             here, there = getattr(ours, field), getattr(hello, field)
             if here != there:
@@ -220,7 +240,7 @@ class CodedKVSender(CommonKVSender):
             hello, wire = met
             self._wanted = hello.tokens
             of_process = manager.pool, manager.pages, manager.link
-            self._departure = Departure(wire, *of_process, self.codes)
+            self._departure = Departure(wire, *of_process, self.codes, hello.in_parts)
         elif (why := manager.listener.why_refused(self.bootstrap_room)) is not None:
             self._fail(f"the decode server is refused: {why}")
         elif time.monotonic() - self._since > manager.bootstrap_timeout:
@@ -232,6 +252,7 @@ class CodedKVReceiver(CommonKVReceiver):
 
     Attributes:
         request: SGLang's; a hook sets it.
+        drafting: the drafts of a request that may draft; `clear` drops them.
     """
 
     conclude_state: int | None
@@ -241,6 +262,8 @@ class CodedKVReceiver(CommonKVReceiver):
         self._arrival: Arrival | None = None
         self._failure: str | None = None
         self._metadata_index = -1
+        self._first: tuple[int, bool] | None = None  # token, and whether others follow
+        self.drafting: Drafting | None = None
         super().__init__(*args, **kwargs)
 
     def send_metadata(self, kv_indices: Any, aux_index: Any = None, *_: Any, **__: Any) -> None:
@@ -250,12 +273,14 @@ class CodedKVReceiver(CommonKVReceiver):
         manager = self.kv_mgr
         self._metadata_index = aux_index
         self.init_time = time.time()
+        if manager.drafts is not None and len(kv_indices):
+            self.drafting = manager.drafts.reserve(self.request)
         self._arrival = Arrival(
             manager.pool,
             manager.pages,
             self._peer(),
             manager.secret,
-            manager.hello(self.bootstrap_room, len(kv_indices)),
+            manager.hello(self.bootstrap_room, len(kv_indices), self.drafting is not None),
             torch.from_numpy(kv_indices.astype(np.int64)),
             manager.after_forward_passes(),
             functools.partial(manager.pass_on, self.request, len(kv_indices)),
@@ -275,14 +300,24 @@ class CodedKVReceiver(CommonKVReceiver):
         if time.time() - self.init_time > self.kv_mgr.waiting_timeout:
             arrival.fail(f"it did not come in {self.kv_mgr.waiting_timeout} seconds")
         how = arrival.poll()
-        if how == "here":
-            assert arrival.metadata is not None
-            self.kv_mgr.write_metadata(self._metadata_index, arrival.metadata)
-            self.conclude_state = KVPoll.Success
-        elif how == "failed":
+        if how == "failed":
             self._fail(arrival.failure)
             self.kv_mgr.forget_peer(self.bootstrap_addr)
+        elif arrival.failure is None and arrival.metadata is not None:
+            self._use(arrival, arrival.metadata, is_whole=how == "here")
         return KVPoll.Transferring if self.conclude_state is None else self.conclude_state
+
+    def _use(self, arrival: Arrival, metadata: bytes, is_whole: bool) -> None:
+        """Stream the first token, draft if all tokens can be read, and verify when all is there."""
+        manager, drafting = self.kv_mgr, self.drafting
+        if self._first is None:
+            manager.write_metadata(self._metadata_index, metadata)
+            self._first = manager.release_first_token(self.request, self._metadata_index)
+        token, goes_on = self._first
+        if is_whole and (drafting is None or manager.drafts.is_verified(drafting)):
+            self.conclude_state = KVPoll.Failed if self._failure else KVPoll.Success
+        elif drafting is not None and goes_on and not is_whole and arrival.can_be_read:
+            manager.drafts.begin(drafting, token)
 
     def failure_exception(self) -> None:
         with self.kv_mgr.failure_lock:
@@ -295,10 +330,12 @@ class CodedKVReceiver(CommonKVReceiver):
         """Receive no more; with rows, it counts as failed when nothing writes to them."""
         if self._arrival is None and getattr(self, "bootstrap_infos", None):
             self.send_metadata(np.empty(0, np.int64))  # so that the prefill server hears of it
-        if self._arrival is not None:
-            self._arrival.fail("aborted")
-        else:
+        if self._arrival is None:
             self._fail("aborted")
+            return
+        self._arrival.fail("aborted")
+        if self.conclude_state is None:  # K and V may be whole, and drafts be verified
+            self._failure = self._failure or "aborted"
 
     def _peer(self) -> tuple[str, int]:
         return self.bootstrap_infos[0]["rank_ip"], int(self.bootstrap_infos[0]["rank_port"])
@@ -325,6 +362,9 @@ class CodedKVReceiver(CommonKVReceiver):
     def clear(self) -> None:
         if self._arrival is not None:
             self._arrival.close()
+        if self.drafting is not None:
+            self.kv_mgr.drafts.drop(self.drafting)
+            self.drafting = None
         self.abort_notified = True  # SGLang's notification is for sockets that we do not use
         super().clear()
         self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from cache_rank.kernels.scatter import collect_tokens, put_tokens
 from cache_rank.kernels.scatter.reference import layer_buffers
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.options import parse_options
-from sglang_ext.disaggregation.wire import TokenShape
+from sglang_ext.disaggregation.wire import Part, TokenShape
 
 _PADDING_ROW = 0
 """The row of SGLang's pool that it writes to what nobody reads."""
@@ -157,6 +158,18 @@ class PageCodec:
     def packed_bytes(self) -> int:
         return self._held.packed_bytes
 
+    @functools.cached_property
+    def part_bytes(self) -> dict[Part, int]:
+        """Sizes of a page, and of the parts that it can come in."""
+        zeros = self._pages.new_zeros(self.packed_bytes, dtype=torch.uint8)
+        parts: tuple[Part, ...] = "whole", "first", "rest"
+        return {part: len(self.take_part(zeros, part)) for part in parts}
+
+    @property
+    def comes_in_parts(self) -> bool:
+        """Whether a page can be read, less exactly, before all of it is there."""
+        return bool(self._held.refining_planes())
+
     def encode(self, rows: Tensor) -> Tensor:
         """Pack the tokens of PAGE_TOKENS pool rows: (packed_bytes,) uint8."""
         rows = torch.cat((rows, rows[: self._behind]))
@@ -182,6 +195,28 @@ class PageCodec:
         """What `encode` has packed as planes, (layers, bytes) uint8; see `PageEncoder.pack`."""
         planes = self._held.planes_of_packed(packed)
         return [plane.view(self._pool.shape.layers, -1) for plane in planes]
+
+    def take_part(self, packed: Tensor, part: Part) -> Tensor:
+        """Return what of a packed page travels as this part, (part_bytes,) uint8."""
+        if part == "whole":
+            return packed
+        refining = self._held.refining_planes()
+        planes = enumerate(self._held.planes_of_packed(packed))
+        chosen = [plane for i, plane in planes if (i in refining) == (part == "rest")]
+        return torch.cat(chosen) if chosen else packed[:0]
+
+    def join(self, first: Tensor, rest: Tensor | None) -> Tensor:
+        """Put a packed page together again; without the rest it is read less exactly."""
+        packed = torch.zeros(self.packed_bytes, dtype=torch.uint8, device=first.device)
+        refining = self._held.refining_planes()
+        for i, plane in enumerate(self._held.planes_of_packed(packed)):
+            if i not in refining:
+                plane.copy_(first[: len(plane)])
+                first = first[len(plane) :]
+            elif rest is not None:
+                plane.copy_(rest[: len(plane)])
+                rest = rest[len(plane) :]
+        return packed
 
     def decode(self, packed: Tensor, rows: Tensor) -> None:
         """Write what `encode` has packed to pool rows."""

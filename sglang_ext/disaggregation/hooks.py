@@ -14,9 +14,10 @@ from typing import Any
 from sglang.srt.disaggregation.utils import prepare_abort
 from sglang.srt.plugins.hook_registry import HookType
 
-from sglang_ext import compat
+from sglang_ext import compat, selecting
 from sglang_ext.flags import TRANSFERS, WIRE_CODES
 from sglang_ext.hook import Hook
+from sglang_ext.reports import report_all
 from sglang_ext.two_ranks import inference_rank
 
 GONE = (
@@ -25,6 +26,7 @@ GONE = (
 )
 """What the client of a request reads whose K and V are gone."""
 
+_ARRIVING = "sglang.srt.disaggregation.decode.DecodeTransferQueue"
 _QUEUES = {
     "prefill": "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue",
     "decode": "sglang.srt.disaggregation.decode.DecodePreallocQueue",
@@ -58,6 +60,30 @@ def choose_codes(is_created: bool, queue: Any, request: Any, *_: Any, **__: Any)
 def note_request(created: Any, *_: Any, **__: Any) -> None:
     """Tell a receiver its request."""
     created.kv_receiver.request = created.req
+
+
+def draft(transferred: list[Any], queue: Any, *_: Any, **__: Any) -> None:
+    """Draft a token of each request that still waits for what refines its K and V."""
+    drafts = getattr(queue.scheduler.disagg_decode_prealloc_queue.kv_manager, "drafts", None)
+    if drafts is not None:
+        drafts.step()
+
+
+def commit_drafts(original: Callable[..., None], queue: Any, waiting: Any) -> None:
+    """Give a request whose K and V are all there the drafts that stand, behind its first token."""
+    manager = queue.scheduler.disagg_decode_prealloc_queue.kv_manager
+    receiver, drafting = waiting.kv_receiver, getattr(waiting.kv_receiver, "drafting", None)
+    if drafting is not None:
+        receiver.drafting = None  # else it drops them when it is cleared
+    try:
+        original(queue, waiting)
+        if drafting is not None and waiting.req.output_ids:
+            manager.drafts.commit(drafting)
+        if selecting.rank() is not None or drafting is not None:
+            report_all(waiting.req)
+    finally:
+        if drafting is not None:
+            manager.drafts.drop(drafting)
 
 
 def sketch_resumed(resumed: list[Any], queue: Any, *_: Any, **__: Any) -> None:
@@ -141,6 +167,18 @@ TRANSFER_HOOKS = (
         HookType.AFTER,
         sketch_resumed,
         "K and V come back from the host to other rows",
+    ),
+    Hook(
+        f"{_ARRIVING}.pop_transferred",
+        HookType.AFTER,
+        draft,
+        "is called between steps, and has asked what has come",
+    ),
+    Hook(
+        f"{_ARRIVING}._commit_transfer_to_req",
+        HookType.AROUND,
+        commit_drafts,
+        "a request gets its first token there, before it joins a batch",
     ),
     Hook(
         f"{_QUEUES['decode']}.add",

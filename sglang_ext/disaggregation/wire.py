@@ -14,8 +14,7 @@ import os
 import secrets
 import socket
 import struct
-import threading
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -36,11 +35,17 @@ ALIVE_SECONDS = 1.0
 _CATCH_UP_SECONDS = 0.01
 """A link is not idle while the next page is encoded."""
 
-_VERSION = 1
+_VERSION = 2
 _NUMBER_BYTES = _TAG_BYTES = 32
 _MOST_HEADER_BYTES = 1 << 16
-_SLICE_BYTES = 1 << 20
+_LEAST_SLICE_BYTES = 1 << 20
+_SLICE_SECONDS = 0.02
+_TIMEVAL = struct.Struct("@ll")
 _LENGTH = struct.Struct("<I")
+
+
+Part = Literal["whole", "first", "rest"]
+"""Of a page: all of it, what can be read by itself, or what refines that."""
 
 
 class WireError(RuntimeError):
@@ -63,12 +68,14 @@ class Hello(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         room: SGLang's number of the request.
         tokens: how many it has rows for.
         metadata_bytes: sizes of the parts of SGLang's metadata of a request.
+        in_parts: whether pages come so that all can be read early, and what refines them behind.
     """
 
     room: int
     tokens: int
     shape: TokenShape
     metadata_bytes: list[int]
+    in_parts: bool = False
     version: int = _VERSION
 
 
@@ -79,10 +86,11 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Page(msgspec.Struct, frozen=True, tag="page"):
-    """The next PAGE_TOKENS tokens come, packed as `codes` says; see `PageCodec`."""
+    """The next PAGE_TOKENS tokens of which this part is missing come; see `PageCodec`."""
 
     codes: str
     bytes: int
+    part: Part = "whole"
 
 
 class Tail(msgspec.Struct, frozen=True, tag="tail"):
@@ -92,10 +100,16 @@ class Tail(msgspec.Struct, frozen=True, tag="tail"):
     bytes: int
 
 
-class End(msgspec.Struct, frozen=True, tag="end"):
-    """SGLang's metadata of the request comes, and is the last."""
+class Metadata(msgspec.Struct, frozen=True, tag="metadata"):
+    """SGLang's metadata of the request comes, with its first token."""
 
     bytes: int
+
+
+class End(msgspec.Struct, frozen=True, tag="end"):
+    """All has come."""
+
+    bytes: int = 0
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
@@ -104,7 +118,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
     bytes: int = 0
 
 
-Frame = Page | Tail | End | Alive
+Frame = Page | Tail | Metadata | End | Alive
 Message = TypeVar("Message")
 
 
@@ -120,29 +134,26 @@ def secret_of_environment() -> bytes:
     return hashlib.blake2b(text.encode()).digest()
 
 
-class Link:
-    """What all connections of a process share: a rate that they keep to together."""
-
-    def __init__(self) -> None:
-        self._rate = RateLimit.of_environment(_CATCH_UP_SECONDS)
-        self._turn = threading.Lock()
-
-    def wait(self, sent_bytes: int) -> None:
-        with self._turn:
-            self._rate.wait(sent_bytes)
+def link_of_environment() -> RateLimit:
+    """The link that all connections of a process share, as fast as the environment says."""
+    return RateLimit.of_environment(_CATCH_UP_SECONDS)
 
 
 class Wire:
     """One end of a connection, after its handshake."""
 
     def __init__(self, connected: socket.socket) -> None:
-        connected.settimeout(SILENCE_SECONDS)
+        # The system's deadlines: with Python's, each piece that comes would wait for Python's lock.
+        connected.settimeout(None)
+        deadline = _TIMEVAL.pack(*map(int, divmod(SILENCE_SECONDS * 1e6, 1e6)))
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, deadline)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
         self._frames = msgspec.msgpack.Decoder(Frame)
         self.sent_bytes = 0
 
-    def send(self, frame: Frame, payload: memoryview | None, link: Link) -> None:
+    def send(self, frame: Frame, payload: memoryview | None, link: RateLimit) -> None:
         """Send a frame, at the rate of the link.
 
         Raises:
@@ -150,9 +161,10 @@ class Wire:
         """
         with _wire_errors():
             self._send_text(msgspec.msgpack.encode(frame))
-            for start in range(0, frame.bytes, _SLICE_BYTES):
+            size = max(_LEAST_SLICE_BYTES, link.bytes_in(_SLICE_SECONDS))
+            for start in range(0, frame.bytes, size):
                 assert payload is not None
-                part = payload[start : min(start + _SLICE_BYTES, frame.bytes)]
+                part = payload[start : min(start + size, frame.bytes)]
                 link.wait(len(part))
                 self._socket.sendall(part)
         self.sent_bytes += frame.bytes
@@ -165,7 +177,7 @@ class Wire:
         """Receive so many bytes."""
         with _wire_errors():
             while len(target):
-                if not (count := self._socket.recv_into(target)):
+                if not (count := self._socket.recv_into(target, 0, socket.MSG_WAITALL)):
                     raise WireError("the peer has closed the connection")
                 target = target[count:]
 
@@ -251,6 +263,8 @@ class Wire:
 def _wire_errors() -> Any:
     try:
         yield
+    except BlockingIOError as error:
+        raise WireError("the peer is silent") from error
     except OSError as error:
         raise WireError(f"the peer is gone: {error}") from error
 

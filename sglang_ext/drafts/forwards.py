@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from sglang.srt.model_executor.forward_batch_info import (
     CaptureHiddenMode,
-    ForwardBatch,
     ForwardMode,
 )
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import Tensor
 
-from sglang_ext.own_batches import Lengths, batch_of, decode_batch
+from sglang_ext.own_batches import Lengths, as_extend, batch_of, decode_batch
 
 
 def verify_input(tokens: Tensor | None, positions: Tensor | None, width: int) -> Any:
@@ -108,21 +107,8 @@ class Forwards:
         batch.spec_info = verify_input(batch.input_ids, batch.positions, self.width)
         batch.spec_algorithm = self._runner.spec_algorithm
         if torch.device(self._runner.device).type == "cpu":  # it verifies as it prefills
-            _as_extend(batch, lengths, self.width)
+            as_extend(batch, lengths, self.width)
         runner = self._runner
         graphs = self._verify_graphs if in_graph else runner.decode_cuda_graph_runner
         with self._with_graphs(graphs):
             return runner.forward(batch)
-
-
-def _as_extend(batch: ForwardBatch, lengths: Lengths, width: int) -> None:
-    count = len(lengths.host)
-    after = lengths.after(width)
-    batch.extend_prefix_lens = lengths.device.to(torch.int32)
-    batch.extend_prefix_lens_cpu = lengths.host.tolist()
-    batch.extend_seq_lens = torch.full((count,), width, dtype=torch.int32)
-    batch.extend_seq_lens_cpu = [width] * count
-    batch.extend_start_loc = torch.arange(count, dtype=torch.int32) * width
-    batch.extend_num_tokens = count * width
-    batch.seq_lens, batch.seq_lens_cpu = after.device, after.host
-    batch.seq_lens_sum = int(after.host.sum())

@@ -22,6 +22,7 @@ from sglang_ext.flags import (
     ALGORITHM,
     BACKEND,
     MOST_DRAFT_TOKENS,
+    MOST_WIRE_DRAFTS,
     PREFILL_BACKEND,
     SGLANG_FIELDS,
     TRANSFERS,
@@ -238,6 +239,11 @@ def transfers(args: CacheRankFlags) -> Iterator[Objection]:
         codes_of(args.wire_codes, ANY_SHAPE)
     except ValueError as error:
         yield Objection("--wire-codes", str(error), "pass bf16, quantspec, hack or lynx")
+    if args.wire_drafts and (why_not := args.why_no_wire_drafts) is not None:
+        yield Objection("--wire-drafts", why_not)
+    if not 0 <= args.wire_drafts <= MOST_WIRE_DRAFTS:
+        why = f"a request drafts at most {MOST_WIRE_DRAFTS} tokens"
+        yield Objection("--wire-drafts", why, f"pass 0 to {MOST_WIRE_DRAFTS}")
     if not _can_bind(args.cache_rank_address):
         remedy = f"pass the address of one of its interfaces, or {DROP} for loopback"
         yield Objection("--cache-rank-address", "this machine has no such address", remedy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang_ext.flags import WIRE_CODES, WIRE_FORMATS
+from sglang_ext.flags import WIRE_CODES, WIRE_DRAFTS, WIRE_FORMATS
 from sglang_ext.requests.bodies import CACHE_RANK, is_misspelt, wish_of_body
 from sglang_ext.requests.bounds import (
     MOST_SAMPLES,
@@ -129,6 +129,7 @@ def _refuse_params(params: Any, limits: Limits, prompts: int, is_sparse: bool) -
             f"custom_params.{WIRE_CODES} must be one of {', '.join(WIRE_FORMATS)}, "
             f"got {codes!r:.80}"
         )
-    wanted = custom.get(CACHE_RANK)
-    if wanted is not None and not isinstance(wanted, bool):
-        raise ValueError(f"custom_params.{CACHE_RANK} must be true or false, got {wanted!r:.80}")
+    for name in (WIRE_DRAFTS, CACHE_RANK):
+        wanted = custom.get(name)
+        if wanted is not None and not isinstance(wanted, bool):
+            raise ValueError(f"custom_params.{name} must be true or false, got {wanted!r:.80}")

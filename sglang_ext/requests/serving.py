@@ -48,14 +48,17 @@ async def generate(
     limits = Limits(model.vocab_size, model.context_len, labels)
     refuse_request(request, limits, getattr(server, "is_sparse", False))
     heed_body(request)
-    has_begun = False
+    has_begun, said = False, dict[int, dict[str, Any]]()
     try:
         async for output in original(manager, request, *args, **kwargs):
             has_begun = True
             for item in output if isinstance(output, list) else [output]:
                 meta = item.get("meta_info") or {}
-                if isinstance(meta.get(CACHE_RANK), list):
-                    meta[CACHE_RANK] = summary(meta[CACHE_RANK])
+                if isinstance(entries := meta.get(CACHE_RANK), list):
+                    which = item.get("index", 0)
+                    if entries or which not in said:  # tokens may have no entries of their own
+                        said[which] = summary(entries)
+                    meta[CACHE_RANK] = said[which]
             yield output
     except HTTPException as error:
         if "Grammar accept_token failed" not in str(error.detail):

@@ -55,6 +55,8 @@ def test_a_request_may_stay_dense(server: Server) -> None:
         "late_steps": 0,
         "stale_steps": 0,
         "retractions": 0,
+        "wire_drafts": 0,
+        "wire_drafts_accepted": 0,
     }
 
 

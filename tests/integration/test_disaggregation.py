@@ -77,15 +77,19 @@ def rows_are_free(inline: Half) -> bool:
 
 
 def test_answers_equal_those_of_one_server(servers: Servers, plain_server: Server) -> None:
-    for decode, whole in ((servers.plain, plain_server), (servers.inline, servers.whole)):
-        expected = whole.generate_all(PROMPTS, 40, return_logprob=True)
-        answers = ask_both(servers.fast, decode, PROMPTS, 40, return_logprob=True)
-        assert_same_answers(answers, expected, 1e-4)
+    """Sparse ones one at a time: the rounding of others in a batch can change a selection."""
+    fast, _, inline, plain, whole = servers
+    wanted = {"return_logprob": True}
+    expected = plain_server.generate_all(PROMPTS, 40, **wanted)
+    assert_same_answers(ask_both(fast, plain, PROMPTS, 40, **wanted), expected, 1e-4)
+    expected = [whole.generate_all([prompt], 40, **wanted)[0] for prompt in PROMPTS]
+    answers = [ask_both(fast, inline, [prompt], 40, **wanted)[0] for prompt in PROMPTS]
+    assert_same_answers(answers, expected, 1e-4)
     assert [sparse_steps(answer) for answer in answers] == [39, 0, 39, 39, 39]
-    dense = ask_both(servers.fast, servers.inline, PROMPTS, 40, return_logprob=True, **DENSE)
-    assert_same_answers(dense, plain_server.generate_all(PROMPTS, 40, return_logprob=True), 1e-4)
+    dense = ask_both(fast, inline, PROMPTS, 40, **wanted, **DENSE)
+    assert_same_answers(dense, plain_server.generate_all(PROMPTS, 40, **wanted), 1e-4)
     assert dense != answers
-    assert rows_are_free(servers.inline)
+    assert rows_are_free(inline)
 
 
 def test_a_request_chooses_its_codes(servers: Servers) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from disaggregated import Half, ask_both
 from workload import DENSE, LIKELY_TOKENS, random_prompts, same_but_for_rounding, sparse_steps
 
+from cache_rank.channels.rate import LINK_GBPS_VARIABLE
 from cache_rank.pages import PAGE_TOKENS
+from sglang_ext.flags import MOST_WIRE_DRAFTS
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 pytestmark = [pytest.mark.gpu(1), pytest.mark.timeout(600)]
@@ -66,6 +69,31 @@ def test_prompts_arrive_while_others_decode(halves: tuple[Half, Half]) -> None:
     compared = sum(map(same_but_for_rounding, together, alone))
     assert compared > 40
     assert halves[1].cache_rank()["pool_free_tokens"] >= 59_000
+
+
+def test_drafts_on_anchors_that_stand_are_those_of_whole_prompts(deep_model: Path) -> None:
+    """Until a verification rounds otherwise than decode steps; wrong K and V would differ early."""
+    of_model = [*FLAGS, "--model-path", str(deep_model)]
+    with contextlib.ExitStack() as stack:
+        prefill = Half("prefill", of_model, {LINK_GBPS_VARIABLE: "0.5"})
+        stack.callback(prefill.stop)
+        prefill.wait_ready()
+        decode = Half("decode", [*of_model, "--wire-drafts", str(MOST_WIRE_DRAFTS)])
+        stack.callback(decode.stop)
+        halves, found = (prefill, decode.wait_ready()), {}
+        for drafts in (False, True):
+            custom = {"wire_codes": "lynx", "wire_drafts": drafts, "cache_rank": False}
+            params = {"sampling_params": {"custom_params": custom}}
+            ask_both(*halves, PROMPTS[-1:], 80, **params)
+            found[drafts] = ask_both(*halves, PROMPTS[:4], 80, **params)
+    same = 0
+    for answer, wanted in zip(found[True], found[False], strict=True):
+        pairs = zip(answer["output_ids"], wanted["output_ids"], strict=True)
+        same += len([*itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)])
+    assert same > 24
+    ours = [answer["meta_info"]["cache_rank"] for answer in found[True]]
+    assert sum(one["wire_drafts"] for one in ours) > MOST_WIRE_DRAFTS
+    assert sum(one["wire_drafts_accepted"] for one in ours) > 0
 
 
 @pytest.mark.gpu(2, ranks=True)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
+from disaggregated import Half, ask_both
+from tokenizers import Tokenizer
 
+from cache_rank.channels.rate import LINK_GBPS_VARIABLE
 from scripts.score_text import main
+from scripts.shared.serving import PLAIN
+from sglang_ext.calibration.texts import TEXTS
+from sglang_ext.flags import MOST_WIRE_DRAFTS
 
 # Two servers take minutes where other tests take the cores as well.
 pytestmark = [
@@ -36,3 +43,29 @@ def test_every_token_selected_equals_dense(language_model: Path, tmp_path: Path)
     assert cell["sparse_from"] <= 24
     assert cell["stale_steps"] == 0
     assert not (tmp_path / "out" / "logits").exists()
+
+
+@pytest.mark.parametrize("codes", ["quantspec", "lynx"])
+def test_drafts_on_half_the_bits_are_mostly_right(
+    language_model: Path, codes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of texts that the model continues greedily; each has time for all drafts."""
+    tokenizer = Tokenizer.from_file(str(language_model / "tokenizer.json"))
+    prompts = [tokenizer.encode(text.read()).ids[:2800] for text in TEXTS.values()]
+    flags = [*PLAIN, "--model-path", str(language_model), "--skip-tokenizer-init"]
+    params = {"sampling_params": {"custom_params": {"wire_codes": codes}}}
+    rate = {LINK_GBPS_VARIABLE: "0.02"}
+    with contextlib.ExitStack() as stack:
+        drafts = ["--wire-drafts", str(MOST_WIRE_DRAFTS)]
+        halves = Half("prefill", flags, rate), Half("decode", [*flags, *drafts])
+        for half in halves:
+            stack.callback(half.stop)
+        for half in halves:
+            half.wait_ready()
+        answers = [ask_both(*halves, [prompt], 80, **params)[0] for prompt in prompts]
+    ours = [answer["meta_info"]["cache_rank"] for answer in answers]
+    right = [one["wire_drafts_accepted"] for one in ours]
+    with capsys.disabled():
+        print(f"\n{codes}: {right} of {MOST_WIRE_DRAFTS} drafts are right")
+    assert all(one["wire_drafts"] > MOST_WIRE_DRAFTS // 2 for one in ours)
+    assert sum(right) > 10 * len(prompts)

@@ -132,6 +132,7 @@ TRANSFER_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--wire-codes", {"wire_codes": "zip"}),
     ("--wire-codes", {"wire_codes": "hack:bits=3"}),
     ("--wire-codes", {"wire_codes": "mosaickv"}),
+    ("--wire-drafts", {"wire_drafts": 65}),
     ("--cache-rank-address", {"cache_rank_address": "not.an.address.invalid"}),
 ]
 GPU_CASES: list[tuple[int, Object, str, dict[str, Any]]] = [

@@ -35,6 +35,6 @@ def test_every_token_of_a_round_has_an_entry() -> None:
 
 
 def test_the_last_entry_counts() -> None:
-    values = tuple(range(7))
-    assert list(summary([None, (9,) * 7, values, None]).values()) == list(values)
+    values = tuple(range(9))
+    assert list(summary([None, (9,) * 9, values, None]).values()) == list(values)
     assert summary([])["sparse_steps"] == 0

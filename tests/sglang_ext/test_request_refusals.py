@@ -34,7 +34,7 @@ def refuse(is_sparse: bool = True, **request: Any) -> None:
                 {CUSTOM: {"other": "anything"}},
                 {CUSTOM: {CACHE_RANK: None}},
                 {CUSTOM: {CACHE_RANK: True}},
-                {CUSTOM: {"wire_codes": "hack"}},
+                {CUSTOM: {"wire_codes": "hack", "wire_drafts": False}},
             )
         ),
         {"text": ["a", "b"], "sampling_params": [{}, {CUSTOM: {CACHE_RANK: False}}]},

@@ -83,6 +83,8 @@ HOOKED_PARAMETERS = {
     "choose_codes": "self req",
     "note_request": "",
     "sketch_resumed": "self",
+    "draft": "self",
+    "commit_drafts": "self decode_req",
 }
 """The first parameters of the functions that ours are hooked to."""
 
@@ -101,7 +103,12 @@ CALLED = {
     "layers.quantization.marlin_utils.marlin_permute_scales": "s size_k size_n group_size",
     "layers.quantization.unquant.UnquantizedLinearMethod.apply": "layer x bias",
     "managers.detokenizer_manager.run_detokenizer_process": "server_args",
+    "managers.schedule_batch.Req.update_finish_state": "new_accepted_len",
     "managers.schedule_batch.ScheduleBatch.filter_batch": "keep_indices",
+    "managers.schedule_batch.ScheduleBatch.init_new": (
+        "reqs req_to_token_pool token_to_kv_pool_allocator tree_cache model_config enable_overlap "
+        "spec_algorithm"
+    ),
     "managers.schedule_batch.ScheduleBatch.release_req": "idx remaing_req_count",
     **(
         {
@@ -114,6 +121,11 @@ CALLED = {
         else {}
     ),
     "managers.scheduler.Scheduler._add_request_to_queue": "req is_retracted",
+    "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
+    "_maybe_update_reasoning_tokens": "req next_token_id",
+    "managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output": (
+        "reqs return_logprob"
+    ),
     "managers.scheduler.run_scheduler_process": "server_args port_args gpu_id tp_rank",
     "layers.sampler.sampling_from_probs_torch": "probs sampling_seed positions",
     "layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch": (
@@ -130,6 +142,7 @@ CALLED = {
         "model_runner attn_backend"
     ),
     "runtime_context.get_parallel": "",
+    "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch": "batch vocab_size",
     "speculative.dflash_info.DFlashVerifyInput": (
         "draft_token positions draft_token_num capture_hidden_mode"
     ),
@@ -165,6 +178,7 @@ ATTRIBUTES = {
         "kv_manager req_to_token_pool retracted_queue scheduler token_to_kv_pool transfer_backend"
     ),
     "disaggregation.decode.DecodeRequest": "kv_receiver req",
+    "disaggregation.decode.DecodeTransferQueue": "metadata_buffers scheduler",
     "disaggregation.prefill.PrefillBootstrapQueue": "scheduler token_to_kv_pool transfer_backend",
     "configs.model_config.AttentionArch": "MLA",
     "configs.model_config.ModelConfig": (
@@ -186,13 +200,15 @@ ATTRIBUTES = {
     "mem_cache.base_prefix_cache.InitLoadBackParams": "host_hit_length req",
     "mem_cache.base_prefix_cache.MatchPrefixParams": "key req",
     "mem_cache.base_prefix_cache.MatchResult": "host_hit_length",
-    REQUEST: "finished host_hit_length last_node origin_input_ids sampling_params extra_key"
+    REQUEST: "finished finished_len finished_reason host_hit_length last_node origin_input_ids "
+    "output_ids return_logprob sampling_params stream to_finish extra_key"
     + (" cache_salt" if compat.HAS_SALT else ""),
     "managers.schedule_batch.ScheduleBatch": (
         "batch_is_full forward_mode is_empty reqs seq_lens_cpu"
     ),
     "managers.scheduler.Scheduler": (
-        "running_batch server_args tp_worker waiting_queue req_to_token_pool "
+        "batch_result_processor enable_overlap forward_stream model_config output_streamer "
+        "running_batch server_args spec_algorithm tp_worker waiting_queue req_to_token_pool "
         "token_to_kv_pool_allocator tree_cache"
     ),
     "managers.io_struct.ReleaseMemoryOccupationReqInput": "tags",
@@ -219,12 +235,15 @@ ATTRIBUTES = {
     ),
     "model_executor.forward_batch_info.ForwardMode": "is_decode is_decode_or_idle is_extend",
     "model_executor.model_runner.ModelRunner": (
-        "memory_saver_adapter model model_config page_size req_to_token_pool server_args "
-        "token_to_kv_pool token_to_kv_pool_allocator"
+        "memory_saver_adapter model model_config page_size prefill_cuda_graph_runner "
+        "req_to_token_pool server_args token_to_kv_pool token_to_kv_pool_allocator"
     ),
     "plugins.hook_registry.HookRegistry": "_hooks _patched",
     "runtime_context.ParallelContext": "tp_rank",
-    "sampling.sampling_params.SamplingParams": "custom_params max_new_tokens",
+    "sampling.sampling_params.SamplingParams": (
+        "custom_params ebnf frequency_penalty json_schema max_new_tokens min_new_tokens min_p "
+        "presence_penalty regex repetition_penalty structural_tag"
+    ),
 }
 """What we read of SGLang's objects, or set."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 import time
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from waiting import wait_until
 
@@ -25,10 +28,10 @@ from sglang_ext.disaggregation.wire import (
     SECRET_VARIABLE,
     Alive,
     Hello,
-    Link,
     Tail,
     Wire,
     WireError,
+    link_of_environment,
     secret_of_environment,
 )
 from sglang_ext.flags import WIRE_FORMATS
@@ -53,16 +56,21 @@ class Servers:
         self.pages = HostPages(False), HostPages(False)
         self.listener = Listener("127.0.0.1", SECRET)
         self.listener.why_not = lambda hello: None
-        self.link = Link()
+        self.link = link_of_environment()
         self.passed_on: list[tuple[Tensor, PageCodec, Tensor]] = []
         self.written: list[Tensor] = []
         self.peer = self.listener.address, self.listener.port
         self.asked_again: deque[tuple[str, int] | None] = deque()
 
     def begin(
-        self, room: int, rows: Tensor, codes: str = "bf16", secret: bytes = SECRET
+        self,
+        room: int,
+        rows: Tensor,
+        codes: str = "bf16",
+        secret: bytes = SECRET,
+        in_parts: bool = False,
     ) -> tuple[Departure, Arrival]:
-        arrival = self.arrive(room, rows, secret)
+        arrival = self.arrive(room, rows, secret, in_parts)
         found: list[tuple[Hello, Wire]] = []
 
         def has_come() -> bool:
@@ -70,10 +78,14 @@ class Servers:
             return bool(found)
 
         wait_until(has_come, 5)
-        return Departure(found[0][1], self.prefill, self.pages[0], self.link, codes), arrival
+        hello, wire = found[0]
+        of_process = self.prefill, self.pages[0], self.link
+        return Departure(wire, *of_process, codes, hello.in_parts), arrival
 
-    def arrive(self, room: int, rows: Tensor, secret: bytes = SECRET) -> Arrival:
-        hello = Hello(room, len(rows), self.decode.shape, [16, 32])
+    def arrive(
+        self, room: int, rows: Tensor, secret: bytes = SECRET, in_parts: bool = False
+    ) -> Arrival:
+        hello = Hello(room, len(rows), self.decode.shape, [16, 32], in_parts)
         after: list[object] = []
         others = after, self._pass_on, self.written.append, self.asked_again.popleft
         return Arrival(self.decode, self.pages[1], self.peer, secret, hello, rows, *others)
@@ -107,8 +119,9 @@ def sent_in_chunks(departure: Departure, rows: Tensor, *chunks: int) -> None:
 
 @pytest.mark.parametrize("codes", [*WIRE_FORMATS, "hack:bits=2,partition=16"])
 @pytest.mark.parametrize(("tokens", "chunks"), [(700, (300, 10, 260)), (512, ()), (40, (40,))])
+@pytest.mark.parametrize("in_parts", [False, True])
 def test_what_comes_is_what_the_codec_reads(
-    servers: Servers, codes: str, tokens: int, chunks: tuple[int, ...]
+    servers: Servers, codes: str, tokens: int, chunks: tuple[int, ...], in_parts: bool
 ) -> None:
     """Whole pages as codes, the tokens behind them exactly, and no other row is written."""
     source, target = draw_rows(tokens, 2), draw_rows(tokens, 3)
@@ -122,7 +135,7 @@ def test_what_comes_is_what_the_codec_reads(
     raw = servers.prefill.collect(source[whole:]).view(-1).view(torch.uint8)
     expected.put_raw(raw, target[whole:])
 
-    departure, arrival = servers.begin(7, target, codes)
+    departure, arrival = servers.begin(7, target, codes, in_parts=in_parts)
     sent_in_chunks(departure, source, *chunks)
     ends(arrival, "here")
     wait_until(lambda: departure.is_done, 5)
@@ -151,6 +164,87 @@ def test_what_comes_is_what_the_codec_reads(
     assert len(servers.passed_on) == tokens // PAGE_TOKENS
 
 
+@pytest.mark.parametrize("codes", ["lynx", "quantspec"])
+def test_first_parts_can_be_read_before_the_rest_comes(
+    servers: Servers, codes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metadata overtakes pages, and the rest comes behind all first parts and the last tokens."""
+    monkeypatch.setenv("CACHE_RANK_LINK_GBPS", "0.004")
+    servers.link = link_of_environment()
+    source, target = draw_rows(1100, 2), draw_rows(1100, 3)
+    departure, arrival = servers.begin(7, target, codes, in_parts=True)
+    sent_in_chunks(departure, source, 300)
+
+    def is_readable() -> bool:
+        assert arrival.poll() == "coming", arrival.failure
+        return arrival.can_be_read
+
+    wait_until(lambda: arrival.metadata is not None, 8)
+    assert not is_readable()
+    wait_until(is_readable, 8)
+    assert servers.passed_on == []
+    exact, by_first_parts = servers.prefill.collect(source), servers.decode.collect(target)
+    assert torch.equal(by_first_parts[:, :, 1024:], exact[:, :, 1024:])
+    codec = PageCodec(servers.prefill, codes)
+    packed = codec.encode(source[:PAGE_TOKENS])
+    assert codec.part_bytes["first"] + codec.part_bytes["rest"] == codec.packed_bytes
+    parts = codec.take_part(packed, "first"), codec.take_part(packed, "rest")
+    assert torch.equal(codec.join(*parts), packed)
+    ends(arrival, "here")
+    came = servers.decode.collect(target)
+    errors = [((each - exact).norm() / exact.norm()).item() for each in (came, by_first_parts)]
+    assert 0 < errors[0] < 0.02 < errors[1] < 0.1
+    assert len(servers.passed_on) == 4
+
+
+@given(order=st.permutations(range(8)), polls=st.lists(st.booleans(), min_size=9, max_size=9))
+def test_parts_may_come_in_any_order(order: list[int], polls: list[bool]) -> None:
+    """Metadata anywhere, and the rest of a page anywhere behind its first part."""
+    servers = Servers()
+    source, target = draw_rows(3 * PAGE_TOKENS + 5, 2), draw_rows(3 * PAGE_TOKENS + 5, 3)
+    arrival = servers.arrive(7, target, in_parts=True)
+    found: list[tuple[Hello, Wire]] = []
+    wait_until(lambda: bool(found.extend(filter(None, [servers.listener.take(7)])) or found), 5)
+    one, codec = found[0][1], PageCodec(servers.prefill, "lynx")
+    pages = [codec.encode(rows) for rows in source[: 3 * PAGE_TOKENS].split(PAGE_TOKENS)]
+
+    def send(frame: wire.Frame, payload: Tensor | None = None) -> None:
+        one.send(frame, None if payload is None else memoryview(payload.numpy()), servers.link)
+
+    def send_part(index: int, part: wire.Part) -> None:
+        packed = codec.take_part(pages[index], part)
+        send(wire.Page("lynx", len(packed), part), packed)
+
+    first_parts: list[Callable[[], None]] = [
+        functools.partial(send_part, index, "first") for index in range(3)
+    ]
+    tail = servers.prefill.collect(source[-5:]).view(-1).view(torch.uint8)
+    first_parts.append(lambda: send(Tail(5, len(tail)), tail))
+    rests = [functools.partial(send_part, index, "rest") for index in range(3)]
+    sent, is_next = [0, 0], [first_parts, rests]
+    for which, polled in zip(order, polls, strict=False):
+        if which == 7:
+            send(wire.Metadata(48), torch.tensor(list(METADATA), dtype=torch.uint8))
+        else:
+            has_first_part = sent[1] < min(3, sent[0])
+            lane = int(sent[0] == 4 or (which >= 4 and has_first_part))
+            is_next[lane][sent[lane]]()
+            sent[lane] += 1
+        if polled:
+            assert arrival.poll() == "coming", arrival.failure
+    one.send(wire.End(), None, servers.link)
+    ends(arrival, "here")
+    one.wait_acknowledged()
+    expected = make_pool(1)
+    for packed, rows in zip(pages, target[: 3 * PAGE_TOKENS].split(PAGE_TOKENS), strict=True):
+        PageCodec(expected, "lynx").decode(packed, rows)
+    expected.put_raw(tail, target[-5:])
+    assert torch.equal(servers.decode.collect(target), expected.collect(target))
+    for (*_, packed), page in zip(servers.passed_on, pages, strict=True):
+        assert torch.equal(packed, page)
+    assert arrival.metadata == METADATA
+
+
 @pytest.mark.parametrize("codes", ["quantspec", "lynx", "hack", "hack:bits=2,partition=16"])
 @pytest.mark.parametrize("dense_layers", [0, 1])
 def test_a_page_goes_on_as_the_codes_that_the_cache_rank_would_have_made(
@@ -171,7 +265,7 @@ def test_a_page_goes_on_as_the_codes_that_the_cache_rank_would_have_made(
 
 def test_several_at_once_share_the_link(servers: Servers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CACHE_RANK_LINK_GBPS", "0.05")
-    servers.link = Link()
+    servers.link = link_of_environment()
     source = draw_rows(2400, 4)
     parts, targets = source.split(600), draw_rows(2400, 5).split(600)
     pairs = [servers.begin(room, rows) for room, rows in enumerate(targets)]
@@ -290,14 +384,35 @@ def test_a_refusal_says_why(servers: Servers) -> None:
     assert refused == ["room 3 is not ours", None]
 
 
+def send_metadata_and_end(one: Wire) -> None:
+    one.send(wire.Metadata(48), memoryview(METADATA), link_of_environment())
+    one.send(wire.End(), None, link_of_environment())
+
+
 @pytest.mark.parametrize(
     ("send", "why"),
     [
-        (lambda one: one.send(Tail(9, 9), memoryview(bytes(9)), Link()), "9 tokens come in 9"),
-        (lambda one: one.send(Tail(9, 1 << 40), None, Link()), "bytes come at once"),
-        (lambda one: one.send(wire.Page("none", 9), memoryview(bytes(9)), Link()), "unknown"),
-        (lambda one: one.send(wire.End(48), memoryview(METADATA), Link()), "0 of 600 tokens came"),
-        (lambda one: one.send(wire.End(8), memoryview(bytes(8)), Link()), "8 bytes of metadata"),
+        (
+            lambda one: one.send(Tail(9, 9), memoryview(bytes(9)), link_of_environment()),
+            "9 tokens come in 9",
+        ),
+        (lambda one: one.send(Tail(9, 1 << 40), None, link_of_environment()), "bytes come at once"),
+        (
+            lambda one: one.send(wire.Page("none", 9), memoryview(bytes(9)), link_of_environment()),
+            "unknown",
+        ),
+        (lambda one: send_metadata_and_end(one), "0 of 600 tokens came"),
+        (lambda one: one.send(wire.End(), None, link_of_environment()), "no metadata came"),
+        (
+            lambda one: one.send(wire.Metadata(8), memoryview(bytes(8)), link_of_environment()),
+            "8 bytes of meta",
+        ),
+        (
+            lambda one: one.send(
+                wire.Page("lynx", 9, "rest"), memoryview(bytes(9)), link_of_environment()
+            ),
+            "more",
+        ),
         (lambda one: one._socket.sendall(b"\x05\0\0\0hello"), "no message"),
         (lambda one: one._socket.sendall(b"\xff" * 9), "header of 4294967295 bytes"),
         (lambda one: one.abort(), "closed"),
@@ -349,6 +464,6 @@ def test_both_servers_are_given_a_secret(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_frames_without_payload_are_not_waited_for(servers: Servers) -> None:
     departure, arrival = servers.begin(1, draw_rows(5, 0))
     for _ in range(3):
-        departure._wire.send(Alive(), None, Link())
+        departure._wire.send(Alive(), None, link_of_environment())
     sent_in_chunks(departure, draw_rows(5, 1))
     ends(arrival, "here")
