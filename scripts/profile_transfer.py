@@ -8,7 +8,9 @@
 Requests come at random times, at so many a second (a Poisson process), and say themselves in which
 codes they travel; so one pair of servers measures all `--codes`, at each of `--rates`. A system is
 what decodes; it is served on the second GPU, and what prefills on the first. This is what figures 9
-and 10 of HACK show.
+and 10 of HACK show. With `lynx-drafts` or `quantspec-drafts` requests draft on one half of the bits
+while the other one comes, and with `--seen` what prefills has the prompts in its cache, as in
+figures 9 to 12 of Lynx.
 """
 
 from __future__ import annotations
@@ -43,8 +45,12 @@ LOAD_SECONDS = 600
 SECRET_VARIABLE = "CACHE_RANK_TRANSFER_SECRET"
 
 EXPLANATION = """\
-JCT is from a request sent to its last token, TTFT to its first. A transfer is from the first tokens
-that the prefill server has computed until the decode server has all, the mean of the requests."""
+JCT is from a request sent to its last token, TTFT to its first; these, and times to other tokens,
+are means of the requests. A transfer is from the first tokens that the prefill server has computed
+until the decode server has all. Drafts are those of all requests."""
+
+TOKENS = 2, 32, 64
+"""The first tokens that attend to a prompt, and those to which Lynx has times."""
 
 
 class Measurement(serving.Measurement, kw_only=True):
@@ -54,6 +60,9 @@ class Measurement(serving.Measurement, kw_only=True):
     rate: float  # requests a second
     jct: list[float] = msgspec.field(default_factory=list)
     ttft: list[float] = msgspec.field(default_factory=list)
+    until: dict[int, list[float]] = msgspec.field(default_factory=dict)  # from it to a token
+    drafts: int = 0  # of all requests
+    accepted: int = 0  # of these
     transfer: float = 0.0  # of a request
     megabytes: float = 0.0  # sent for a request
 
@@ -68,6 +77,7 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     add("--rates", nargs="+", type=float, default=[0.5], help="requests a second")
     add("--requests", type=int, default=16, help="of each measurement")
     add("--codes", nargs="+", default=["bf16", "quantspec", "hack"], help="as --wire-codes")
+    add("--seen", action="store_true", help="each prompt has been prefilled before")
     add("--link-gbps", type=float, help="K and V travel as over a link of so many Gbit/s")
     options = parser.parse_args(argv)
     numbers = [options.prompt, options.answer - 1, options.requests, *options.rates]
@@ -80,7 +90,8 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
         if job.cache_rank or job.gpus > 1:
             raise UsageError(f"{job.system}: what decodes has one GPU and no cache rank")
         job.servers = 2
-    options.prefill = serving.make_job("dense", shape, options).engine
+    cached = {"disable_radix_cache": not options.seen}
+    options.prefill = serving.make_job("dense", shape, options).engine | cached
     return options
 
 
@@ -89,7 +100,10 @@ def flags_of_pair(options: argparse.Namespace, job: Job) -> list[dict[str, objec
     port = free_port()
     common = {"disaggregation_transfer_backend": "coded", "disaggregation_bootstrap_port": port}
     prefill = {**options.prefill, "disaggregation_mode": "prefill", "enable_metrics": True}
-    return [{**prefill, **common}, {**job.engine, "disaggregation_mode": "decode", **common}]
+    decode = {**job.engine, "disaggregation_mode": "decode"}
+    if any(codes.endswith("-drafts") for codes in options.codes):
+        decode["wire_drafts"] = 64
+    return [{**prefill, **common}, {**decode, **common}]
 
 
 async def send_both(
@@ -103,7 +117,9 @@ async def send_both(
         pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": port}
         body = pair | {"bootstrap_room": secrets.randbits(62)}
         answers = [Answer(len(prompt)) for _ in servers]
-        sampling: dict[str, Any] = {"max_new_tokens": count, "custom_params": {"wire_codes": codes}}
+        name, _, drafts = codes.partition("-")
+        custom = {"wire_codes": name, "wire_drafts": bool(drafts)}
+        sampling: dict[str, Any] = {"max_new_tokens": count, "custom_params": custom}
         asked = [
             follow(session, server.url, prompt, answer, options=body, **sampling)
             for server, answer in zip(servers, answers, strict=True)
@@ -140,13 +156,20 @@ def measure(
         now += source.expovariate(measurement.rate)
     of_load = measurement.codes, options.answer
     asyncio.run(send_both(servers, port, [(0.0, first)], *of_load))
+    if options.seen:
+        asyncio.run(send_both(servers, port, [(0.0, prompt) for prompt in prompts], "hack", 2))
     before = sums_of_transfers(servers[0])
     answers = asyncio.run(send_both(servers, port, arrivals, *of_load))
     totals = zip(sums_of_transfers(servers[0]), before, strict=True)
     of_a_request = ((now - then) / len(answers) for now, then in totals)
     measurement.transfer, measurement.megabytes = of_a_request
     measurement.jct = [answer.times[-1] - answer.sent for answer in answers]
-    measurement.ttft = [answer.times[0] - answer.sent for answer in answers]
+    measurement.ttft = [answer.seconds_to(1) for answer in answers]
+    for token in (token for token in TOKENS if token <= options.answer):
+        measurement.until[token] = [answer.seconds_to(token) for answer in answers]
+    statistics = [answer.statistics for answer in answers]
+    measurement.drafts = sum(each.get("wire_drafts", 0) for each in statistics)
+    measurement.accepted = sum(each.get("wire_drafts_accepted", 0) for each in statistics)
 
 
 def write_results(results: Results, out: Path) -> list[Path]:
@@ -162,7 +185,9 @@ def _row(m: Measurement) -> dict[str, str]:
     return common | {
         "JCT mean s": number(mean(m.jct), 3),
         "p99": number(quantile(m.jct, 0.99), 3),
-        "TTFT mean s": number(mean(m.ttft), 3),
+        "TTFT s": number(mean(m.ttft), 3),
+        **{f"token {token}": number(mean(seconds), 3) for token, seconds in m.until.items()},
+        "drafts accepted": f"{m.accepted} of {m.drafts}" if m.drafts else "",
         "transfer s": number(m.transfer, 3),
         "MB": number(m.megabytes, 1),
     }

@@ -7,6 +7,7 @@ of shapes without a tokenizer do not send, and divides a gap by the tokens of th
 from __future__ import annotations
 
 import asyncio
+import bisect
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,10 @@ class Answer:
     def written(self) -> int:
         """Tokens so far."""
         return self.tokens[-1] if self.tokens else 0
+
+    def seconds_to(self, token: int) -> float:
+        """From the request until an answer had so many tokens."""
+        return self.times[bisect.bisect_left(self.tokens, token)] - self.sent
 
     @property
     def sparse_steps(self) -> int:
