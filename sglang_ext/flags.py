@@ -294,19 +294,6 @@ class CacheRankFlags(ServerArgs):
         return self.disaggregation_mode == "decode"
 
     @property
-    def why_no_wire_drafts(self) -> str | None:
-        """Why no request can draft before all K and V are there; None if it can."""
-        if not self.transfers_codes or not self.only_decodes:
-            return "only a server drafts that decodes what comes by our transfers"
-        if self.has_cache_rank:
-            return "a cache rank takes complete pages"
-        if self.enable_deterministic_inference:
-            return "a verification rounds otherwise than decode steps"
-        if self.attention_backend == "flashinfer":
-            return "the host queues several steps, and each writes over the plan of the one before"
-        return None
-
-    @property
     def budget_curve(self) -> BudgetCurve:
         """How many tokens a request selects, by its length."""
         curve = BudgetCurve.given(self.sparse_budget)

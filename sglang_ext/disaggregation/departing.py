@@ -312,8 +312,8 @@ class Departure:
                     self._wire.send(Alive(), None, self._link)  # tells whether the peer is there
                     continue
                 try:
-                    bytes_sent = None if payload is None else memory_of(payload)
-                    self._wire.send(frame, bytes_sent, self._link)
+                    memory = None if payload is None else memory_of(payload)
+                    self._wire.send(frame, memory, self._link)
                 finally:
                     self._let_go(frame, payload)
                 if isinstance(frame, End):

@@ -110,6 +110,10 @@ GPU_VARIABLES = {
 """Variables of SGLang that sparse decode on a GPU does not allow, and why."""
 
 
+_WRITES_OVER_PLANS = (
+    "the host queues several steps, and each writes over the plan of the one before"
+)
+
 TREE_VARIABLES = ("SGLANG_EXPERIMENTAL_CPP_RADIX_TREE", "SGLANG_ENABLE_UNIFIED_RADIX_TREE")
 """Variables of SGLang 0.5.16 that choose a radix cache of which we do not know what it is given."""
 
@@ -239,11 +243,8 @@ def transfers(args: CacheRankFlags) -> Iterator[Objection]:
         codes_of(args.wire_codes, ANY_SHAPE)
     except ValueError as error:
         yield Objection("--wire-codes", str(error), "pass bf16, quantspec, hack or lynx")
-    if args.wire_drafts and (why_not := args.why_no_wire_drafts) is not None:
-        yield Objection("--wire-drafts", why_not)
-    if not 0 <= args.wire_drafts <= MOST_WIRE_DRAFTS:
-        why = f"a request drafts at most {MOST_WIRE_DRAFTS} tokens"
-        yield Objection("--wire-drafts", why, f"pass 0 to {MOST_WIRE_DRAFTS}")
+    if args.wire_drafts:
+        yield from _wire_drafts(args)
     if not _can_bind(args.cache_rank_address):
         remedy = f"pass the address of one of its interfaces, or {DROP} for loopback"
         yield Objection("--cache-rank-address", "this machine has no such address", remedy)
@@ -252,6 +253,22 @@ def transfers(args: CacheRankFlags) -> Iterator[Objection]:
         RateLimit.of_environment()
     except ValueError as error:
         raise UnsupportedError(f"{error}. Both servers are given the same.") from error
+
+
+def _wire_drafts(args: CacheRankFlags) -> Iterator[Objection]:
+    """Object to drafts before all K and V are there."""
+    flag = "--wire-drafts"
+    if not 0 <= args.wire_drafts <= MOST_WIRE_DRAFTS:
+        why = f"a request drafts at most {MOST_WIRE_DRAFTS} tokens"
+        yield Objection(flag, why, f"pass 0 to {MOST_WIRE_DRAFTS}")
+    if not args.only_decodes:
+        yield Objection(flag, "only a server that decodes drafts")
+    if args.has_cache_rank:
+        yield Objection(flag, "a cache rank takes complete pages")
+    if args.enable_deterministic_inference:
+        yield Objection(flag, "a verification rounds otherwise than decode steps")
+    if args.attention_backend == "flashinfer":
+        yield Objection(flag, _WRITES_OVER_PLANS, "pass --attention-backend triton, or fa3")
 
 
 def _half(args: CacheRankFlags) -> Iterator[Objection]:
@@ -273,8 +290,8 @@ def _drafts(args: CacheRankFlags) -> Iterator[Objection]:
         yield Objection("--speculative-algorithm", why, remedy)
     yield from of_flags(args, DRAFTS_FLAGS)
     if args.attention_backend == "flashinfer":
-        why = "the host queues several steps, and each writes over the plan of the one before"
-        yield Objection("--attention-backend", why, "pass --attention-backend triton, or fa3")
+        remedy = "pass --attention-backend triton, or fa3"
+        yield Objection("--attention-backend", _WRITES_OVER_PLANS, remedy)
     tokens = args.speculative_num_draft_tokens
     if tokens is not None and not 2 <= tokens <= MOST_DRAFT_TOKENS:
         why = f"a round has 1 to {MOST_DRAFT_TOKENS - 1} drafts beside the current token"

@@ -401,7 +401,7 @@ def send_metadata_and_end(one: Wire) -> None:
             lambda one: one.send(wire.Page("none", 9), memoryview(bytes(9)), link_of_environment()),
             "unknown",
         ),
-        (lambda one: send_metadata_and_end(one), "0 of 600 tokens came"),
+        (send_metadata_and_end, "0 of 600 tokens came"),
         (lambda one: one.send(wire.End(), None, link_of_environment()), "no metadata came"),
         (
             lambda one: one.send(wire.Metadata(8), memoryview(bytes(8)), link_of_environment()),
