@@ -245,9 +245,7 @@ class CacheRank:
         queries = torch.empty_like(answer.outputs)
         for layer in range(config.model.layers):
             bulk.receive(queries).wait(PEER_SECONDS)
-            outputs, log_sums = self.selector.attend(rows, layer, queries)
-            answer.outputs.copy_(outputs)
-            answer.log_sums.copy_(log_sums)
+            self.selector.attend(rows, layer, queries, answer)
             bulk.send(answer.buffer).wait(PEER_SECONDS)
 
     def load_projection(self, message: QueryProjection) -> None:

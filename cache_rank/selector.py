@@ -31,7 +31,14 @@ from cache_rank.kernels.select.reference import EMPTY
 from cache_rank.measure.timeline import Timeline
 from cache_rank.named_pages import HostTier, NamedPages
 from cache_rank.pages import PAGE_TOKENS, PageAllocator
-from cache_rank.protocol import NO_SEQUENCE, AnswerHeader, DownMessage, Row, UpMessage
+from cache_rank.protocol import (
+    NO_SEQUENCE,
+    AnswerHeader,
+    AttendedMessage,
+    DownMessage,
+    Row,
+    UpMessage,
+)
 from cache_rank.query_ring import QueryRing
 from cache_rank.resident_sequence import ResidentSequence
 from cache_rank.schedule import LayerMessage
@@ -236,9 +243,11 @@ class Selector:
         paged = PagedRows(table, slots, positions)
         return BatchMetadata(paged, slots, slots, slots, capacity, on_host)
 
-    def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """Attend with queries (R, Q, Hq, D); see `Residency.attend`."""
-        return self._residency.attend(rows, layer, queries)
+    def attend(
+        self, rows: BatchMetadata, layer: int, queries: Tensor, answer: AttendedMessage
+    ) -> None:
+        """Attend with queries (R, Q, Hq, D) to what is held, and write the answer."""
+        self._residency.attend(rows, layer, queries, answer.outputs, answer.log_sums)
 
     def begin_step(
         self,

@@ -14,7 +14,7 @@ from cache_rank import residency
 from cache_rank.channels.link import Link
 from cache_rank.messages import MessageBuffers
 from cache_rank.pages import PAGE_TOKENS
-from cache_rank.protocol import NO_SEQUENCE, Row, bulk_shape
+from cache_rank.protocol import NO_SEQUENCE, AttendedMessage, Row, bulk_shape
 from cache_rank.residency.encoding import shipment_bytes
 from cache_rank.selector import Selector
 
@@ -66,9 +66,8 @@ def _attend(selector: Selector, link: Link, device: torch.device, most: int) -> 
         for rows in range(1, most + 1):
             attended = selector.attended([Row(NO_SEQUENCE, 0)] * rows)
             for width in (1, config.verified_tokens):
-                shape = (rows, width, config.model.query_heads, config.model.head_dim)
-                queries = torch.zeros(shape, dtype=config.model.torch_dtype, device=device)
-                selector.attend(attended, 0, queries)
+                answer = AttendedMessage(config, rows, width, device)
+                selector.attend(attended, 0, torch.zeros_like(answer.outputs), answer)
 
 
 def _step(

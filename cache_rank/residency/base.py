@@ -161,14 +161,15 @@ class Residency(ABC):
         `to_wire`.
         """
 
-    def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, rows: BatchMetadata, layer: int, queries: Tensor, out: Tensor, log_sums: Tensor
+    ) -> None:
         """Attend to all tokens of each row up to its position, as exactly as they are held.
 
         Args:
             queries: (R, Q, Hq, D), of later tokens, in the pool's dtype.
-
-        Returns:
-            Outputs (R, Q, Hq, D) and log-sum-exps (R, Q, Hq), float32.
+            out, log_sums: (R, Q, Hq, D), any float dtype, and log-sum-exps, (R, Q, Hq) float32;
+                both are contiguous, and written in place.
 
         Raises:
             NotImplementedError: the format does not attend.

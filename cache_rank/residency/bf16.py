@@ -10,8 +10,8 @@ from torch import Tensor
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.append import append_step, load_tokens
-from cache_rank.kernels.attention import attend_to
 from cache_rank.kernels.gather import gather_step
+from cache_rank.kernels.newest.reference import attend_to
 from cache_rank.kernels.score import score_step
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
@@ -64,9 +64,10 @@ class Bf16Residency(Residency):
             out,
         )
 
-    def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, rows: BatchMetadata, layer: int, queries: Tensor, out: Tensor, log_sums: Tensor
+    ) -> None:
         """See `Residency.attend`. It takes a copy of a row's keys and values at a time."""
-        parts = []
         for row, (_, position) in enumerate(rows.on_host):
             keys, values = (
                 rows.paged.resident(pool, slice(layer, layer + 1), row, position)
@@ -74,9 +75,8 @@ class Bf16Residency(Residency):
             )
             is_seen = torch.ones((1, 1, position + 1), dtype=torch.bool, device=keys.device)
             of_row = queries[row : row + 1]
-            parts.append(attend_to(of_row, keys, values, is_seen, self._model.scale))
-        out, log_sums = (torch.cat(of_rows) for of_rows in zip(*parts, strict=True))
-        return out, log_sums
+            found = attend_to(of_row, keys, values, is_seen, self._model.scale)
+            out[row], log_sums[row] = found[0][0], found[1][0]
 
     def gather(
         self, rows: BatchMetadata, layers: range, entering: Tensor, keys: Tensor, values: Tensor

@@ -16,9 +16,9 @@ from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
-from cache_rank.kernels.attention import attend_to, merge
 from cache_rank.kernels.coded import attend_codes, encode_groups, gather_codes, score_codes
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
+from cache_rank.kernels.newest import attend_to_ring
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import Layout, Part
@@ -171,21 +171,20 @@ class CodedResidency(Residency):
         )
 
     def _attend_by(
-        self, codecs: tuple[Codec, Codec], rows: BatchMetadata, layer: int, queries: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        codecs: tuple[Codec, Codec],
+        rows: BatchMetadata,
+        layer: int,
+        queries: Tensor,
+        out: Tensor,
+        log_sums: Tensor,
+    ) -> None:
         """See `attend`. Codes are attended to where they lie, as these codecs read them."""
         tokens, scale = self._tokens._replace(codecs=codecs), self._model.scale
-        of_codes = attend_codes(tokens, queries, rows.paged, layer, scale)
-        # The tokens that are no codes; a ring has older ones beside them.
-        held = torch.where(rows.slots < 0, 0, rows.positions + 1)
-        coded = held // self.group_tokens * self.group_tokens - tokens.full_tokens
-        coded = coded.clamp(min=0)
-        entries = torch.arange(self.ring_tokens(), device=held.device)
-        behind = (entries - coded[:, None]) % self.ring_tokens()  # the first one that is no code
-        is_seen = (behind < (held - coded)[:, None]).unsqueeze(1)
-        slots = rows.slots.clamp(min=0).long()
-        keys, values = (ring[slots, layer] for ring in tokens.rings)
-        return merge(of_codes, attend_to(queries, keys, values, is_seen, scale))
+        older = attend_codes(tokens, queries, rows.paged, layer, scale)
+        keys, values = (ring[:, layer].transpose(1, 2) for ring in tokens.rings)
+        place = rows.slots, rows.positions, self.group_tokens
+        attend_to_ring(queries, keys, values, *place, scale, older, out, log_sums)
 
     def check(self) -> None:
         self._not_finite.check()

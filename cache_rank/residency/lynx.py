@@ -40,9 +40,11 @@ class LynxResidency(CodedResidency):
         residual, planes = LynxCodes._fields.index("residual"), len(LynxCodes._fields)
         return residual, planes + residual
 
-    def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, rows: BatchMetadata, layer: int, queries: Tensor, out: Tensor, log_sums: Tensor
+    ) -> None:
         """See `Residency.attend`. Anchors and residuals are read, whatever scores read."""
         codec, _ = self._tokens.codecs
         assert isinstance(codec, LynxCodec)
         in_full = codec._replace(reads_residuals=True)
-        return self._attend_by((in_full, in_full), rows, layer, queries)
+        self._attend_by((in_full, in_full), rows, layer, queries, out, log_sums)

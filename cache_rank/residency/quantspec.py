@@ -42,8 +42,11 @@ class QuantSpecResidency(CodedResidency):
         lower, planes = QuantSpecCodes._fields.index("lower"), len(QuantSpecCodes._fields)
         return lower, planes + lower
 
-    def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, rows: BatchMetadata, layer: int, queries: Tensor, out: Tensor, log_sums: Tensor
+    ) -> None:
         """See `Residency.attend`. Both nibbles are read, whatever scores read."""
         keys, values = self._tokens.codecs
         assert isinstance(keys, QuantSpecCodec)
-        return self._attend_by((keys._replace(read_bits=8), values), rows, layer, queries)
+        in_full = keys._replace(read_bits=8), values
+        self._attend_by(in_full, rows, layer, queries, out, log_sums)

@@ -216,8 +216,8 @@ class InferenceRank:
         Where tokens leave the pool, another one verifies for some.
         """
         if self.eviction is not None:
-            scale = self.config.model.scale
-            self._verifying = VerifyingBackend(runner, self.args, scale, self.cache_rank)
+            model = self.config.model
+            self._verifying = VerifyingBackend(runner, self.args, model, self.cache_rank)
         return runner.attn_backend.decode_backend
 
     def plan_drafts(self, requests: list[Any], lengths: list[int]) -> int:

@@ -5,9 +5,9 @@ In each layer that the cache rank holds
 
     queries of the round's tokens go up; the cache rank attends to the tokens before them, all of
     which it holds, and sends back outputs and log-sum-exps
-    meanwhile they attend to each other here, causally, and other requests to all of theirs by
-    SGLang's kernels
-    both parts are merged by their log-sum-exps
+    meanwhile other requests attend to all of theirs by SGLang's kernels
+    the tokens of a round attend to each other here, causally, and both parts are merged by their
+    log-sum-exps
 
 What comes of it is exact up to the codes held. A round without drafts, where a request of the batch
 has a penalty or a grammar say, is the same with one token: SGLang's decode step with this
@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -32,8 +33,9 @@ from torch import Tensor
 
 from cache_rank.channels.control import ControlError
 from cache_rank.channels.transport import Pending, TransportError
+from cache_rank.config import ModelShape
 from cache_rank.copies import upload
-from cache_rank.kernels.attention import attend_to, merge
+from cache_rank.kernels.newest import attend_to_each_other
 from cache_rank.protocol import AttendedMessage, Row
 from sglang_ext.dense_kernels import AroundDenseKernels
 from sglang_ext.server_args import CacheRankServerArgs
@@ -81,10 +83,9 @@ class _Pass:
             self.failure, self.exchange = error, None
             return None
 
-    def of_attended(self, tensor: Tensor, heads: int) -> Tensor:
-        """What these requests have of (tokens, heads * D): (R, width, heads, D), contiguous."""
-        by_request = tensor.view(-1, self.width, heads, tensor[0].numel() // heads)
-        return by_request[self.index]
+    def by_request(self, tensor: Tensor, heads: int) -> Tensor:
+        """A view of (tokens, heads * D): (batch, width, heads, D)."""
+        return tensor.view(-1, self.width, heads, tensor[0].numel() // heads)
 
     def without_held_tokens(self, forward_batch: Any) -> Any:
         """The batch without what these requests have elsewhere, so that no row of it is read."""
@@ -104,17 +105,27 @@ class VerifyingBackend(AroundDenseKernels):
     """The attention of a forward pass in which the cache rank attends for some requests."""
 
     def __init__(
-        self, runner: Any, args: CacheRankServerArgs, scale: float, cache_rank: CacheRankClient
+        self, runner: Any, args: CacheRankServerArgs, model: ModelShape, cache_rank: CacheRankClient
     ) -> None:
         super().__init__(runner, args.attention_backend)
         self.needs_cpu_seq_lens = True
         make = ATTENTION_BACKENDS[args.attention_backend]
         self._for_dense_layers = make(runner) if args.dense_layers else None
         self._dense_layers = args.dense_layers
-        self._scale = scale
+        self._scale = model.scale
         self._runner = runner
         self._cache_rank = cache_rank
         self._pass: _Pass | None = None
+        self._warm_up(model)
+
+    def _warm_up(self, model: ModelShape) -> None:
+        """Run the kernel of a round once, so that no request waits for it to compile."""
+        make = functools.partial(torch.zeros, dtype=model.torch_dtype, device=self._runner.device)
+        queries = make((1, 1, model.query_heads, model.head_dim))
+        keys, values = make((2, 1, 1, model.kv_heads, model.head_dim))
+        row = torch.zeros(1, dtype=torch.int64, device=queries.device)
+        older, out = (queries, queries[..., 0].float()), torch.empty_like(queries)
+        attend_to_each_other(queries, keys, values, row, self._scale, older, out)
 
     @property
     def is_running(self) -> bool:
@@ -191,27 +202,17 @@ class VerifyingBackend(AroundDenseKernels):
             raise NotImplementedError(
                 "the model writes K and V in a fused kernel, which hides them from a verification"
             )
-        queries = this.of_attended(q, layer.tp_q_head_num)
-        answer = this.while_up(lambda exchange: exchange.attend(queries))
-        keys, values = (this.of_attended(part, layer.tp_k_head_num) for part in (k, v))
-        attended = self._attend_to_each_other(queries, keys, values)
+        queries = this.by_request(q, layer.tp_q_head_num)
+        asked = queries[this.index]
+        answer = this.while_up(lambda exchange: exchange.attend(asked))
         output = getattr(self._dense, kind)(q, k, v, layer, this.view, save_kv_cache, **kwargs)
+        older = None
         if answer is not None:
-            own = attended
-            merged = this.while_up(lambda exchange: _with(answer, own, exchange))
-            attended = merged or own
-        by_request = output.view(-1, *queries.shape[1:])
-        by_request.index_copy_(0, this.index, attended[0].to(output.dtype))
+            older = this.while_up(lambda exchange: _received(answer, exchange))
+        keys, values = (this.by_request(part, layer.tp_k_head_num) for part in (k, v))
+        by_request = this.by_request(output, layer.tp_q_head_num)
+        attend_to_each_other(queries, keys, values, this.index, self._scale, older, by_request)
         return output
-
-    def _attend_to_each_other(
-        self, queries: Tensor, keys: Tensor, values: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Attend to the tokens of the round, each to those before it and to itself."""
-        width = queries.shape[1]
-        is_seen = torch.ones((1, width, width), dtype=torch.bool, device=queries.device).tril()
-        by_head = keys.transpose(1, 2), values.transpose(1, 2)
-        return attend_to(queries, *by_head, is_seen, self._scale)
 
 
 def _less(lengths: Tensor, index: Tensor, held: Tensor) -> Tensor:
@@ -219,10 +220,8 @@ def _less(lengths: Tensor, index: Tensor, held: Tensor) -> Tensor:
     return lengths.index_add(0, index, held.to(lengths.dtype), alpha=-1)
 
 
-def _with(
-    answer: tuple[AttendedMessage, Pending], own: tuple[Tensor, Tensor], exchange: Exchange
-) -> tuple[Tensor, Tensor]:
-    """Merge what the cache rank has attended to, once it has come, with the rest."""
+def _received(answer: tuple[AttendedMessage, Pending], exchange: Exchange) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps of the cache rank, for which the layer waits."""
     message, received = answer
     received.wait(exchange.connection.timeout)
-    return merge((message.outputs.float(), message.log_sums), own)
+    return message.outputs, message.log_sums

@@ -178,3 +178,13 @@ def assert_hold_the_same(left: Held, right: Held) -> None:
         assert torch.equal(one, other)
     queries = left.queries()
     assert torch.equal(left.score(queries), right.score(queries))
+
+
+def attended(
+    residency: Residency, rows: BatchMetadata, layer: int, queries: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps of queries (R, Q, Hq, D), float32."""
+    out = torch.full_like(queries, torch.nan, dtype=torch.float32)
+    log_sums = torch.full_like(out[..., 0], torch.nan)
+    residency.attend(rows, layer, queries, out, log_sums)
+    return out, log_sums

@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from held_sequences import Held, rows_of
+from held_sequences import Held, attended, rows_of
 from small_models import GQA
 
 from cache_rank.config import ModelShape
 from cache_rank.kernels import by_device
-from cache_rank.kernels.attention import attend_to, merge
 from cache_rank.kernels.coded import attending
+from cache_rank.kernels.newest.reference import attend_to, merge
 from cache_rank.residency import FORMATS
 
 MODEL = msgspec.structs.replace(GQA, dtype="float32")  # what is read is not rounded
@@ -67,8 +67,7 @@ def test_attention_is_that_to_all_decoded_tokens(
     queries = random_queries(len(sequences), count)
     rows = rows_of(sequences, [held.resident - 1 for held in sequences])
     for layer in sequences[0].layers:
-        out, log_sums = sequences[0].residency.attend(rows, layer, queries)
-        assert out.dtype == log_sums.dtype == torch.float32
+        out, log_sums = attended(sequences[0].residency, rows, layer, queries)
         for row, held in enumerate(sequences):
             expected = attention_to_all(held, layer, queries[row])
             torch.testing.assert_close(out[row].double(), expected[0], atol=1e-5, rtol=1e-5)
@@ -86,7 +85,7 @@ def test_newest_tokens_are_found_in_a_ring_that_has_gone_round(name: str, length
     while held.resident < length:
         held.load(min(60, length - held.resident))
     queries = random_queries(1, 3)
-    out, log_sums = held.residency.attend(rows_of([held], [length - 1]), 1, queries)
+    out, log_sums = attended(held.residency, rows_of([held], [length - 1]), 1, queries)
     expected = attention_to_all(held, 1, queries[0])
     torch.testing.assert_close(out[0].double(), expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(log_sums[0].double(), expected[1], atol=1e-5, rtol=1e-5)
@@ -97,7 +96,7 @@ def test_a_refused_row_attends_to_nothing(name: str) -> None:
     sequences = held_together(name)[:2]
     queries = random_queries(2, 2)
     rows = rows_of(sequences, [held.resident - 1 for held in sequences], refused=(1,))
-    out, log_sums = sequences[0].residency.attend(rows, 0, queries)
+    out, log_sums = attended(sequences[0].residency, rows, 0, queries)
     assert (out[1] == 0).all()
     assert (log_sums[1] == -torch.inf).all()
     assert out[0].isfinite().all()
@@ -126,9 +125,9 @@ def test_triton_attends_to_all_that_is_held(
     queries = torch.randn(len(sequences), count, wide.query_heads, wide.head_dim).to(device)
     positions = [held.resident - 1 for held in sequences]
     rows = rows_of(sequences, positions, refused=(2,))
-    expected = sequences[0].residency.attend(rows, 1, queries)
+    expected = attended(sequences[0].residency, rows, 1, queries)
     monkeypatch.setattr(by_device, "is_on_gpu", lambda *arguments: True)
-    found = sequences[0].residency.attend(rows, 1, queries)
+    found = attended(sequences[0].residency, rows, 1, queries)
     assert not torch.equal(found[0], expected[0])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=5e-3, rtol=0)

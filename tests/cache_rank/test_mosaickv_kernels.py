@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from held_sequences import CPU, rows_of
+from held_sequences import CPU, attended, rows_of
 from modelled_request import Computed
 from mosaickv_sequence import SHORT, Held, Immediately, drifting
 from served_selector import Served
@@ -78,7 +78,7 @@ def attended_by(held: Held) -> Tensor:
     rows = rows_of([held], [held.resident - 1])
     queries = torch.stack([held.queries(seed) for seed in (5, 6, 7)], dim=1)
     queries = queries.to(held.tokens.device, held.config.model.torch_dtype).unsqueeze(1)
-    found = (held.residency.attend(rows, layer, queries[layer]) for layer in held.layers)
+    found = (attended(held.residency, rows, layer, queries[layer]) for layer in held.layers)
     return torch.stack([torch.cat((out, sums[..., None]), dim=-1) for out, sums in found])
 
 

@@ -17,7 +17,7 @@ from waiting import wait_until
 from wired_rank import LONG, SETTINGS, InferenceRank
 
 from cache_rank.channels.transport import TransportError
-from cache_rank.kernels.attention import attend_to
+from cache_rank.kernels.newest.reference import attend_to
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import (
     NO_SEQUENCE,

@@ -135,20 +135,31 @@ def attend_rows(
         HAS_DEPENDENTS=splits > 1 and has_dependents(out),
     )
     if log_sums is not None:
-        merge_splits(partial, log_sums, out, None, **dependent_launch(out))
+        one_of_each = {"first": 0, "queries": 1, "part": 1, "KV_HEADS": 1, "GROUP": 1}
+        _merge_splits(partial, log_sums, out, None, **one_of_each, **dependent_launch(out))
 
 
-def merge_splits(
-    partial: Tensor, log_sums: Tensor, out: Tensor, total: Tensor | None, **dependent: Any
+def merge_by_query(
+    partial: Tensor, log_sums: Tensor, first: int, out: Tensor, total: Tensor
 ) -> None:
-    """Merge what was computed for parts of the tokens. One launch.
+    """Merge what queries of a KV head have attended to in parts of the tokens. One launch.
 
     Args:
-        partial, log_sums: (..., splits, D) and (..., splits) float32, of powers of two; 0 and -1e30
-            where a part has no token.
-        out, total: (..., D) and natural log-sum-exps, (...) float32, written in place.
-        dependent: options of a dependent launch.
+        partial, log_sums: (R, Hkv, n, splits, D) and (R, Hkv, n, splits) float32, of powers of two;
+            0 and -1e30 where a part has no token.
+        first: of the Q * G queries of a KV head, which n are meant.
+        out, total: (R, Q, Hq, D) and natural log-sum-exps, (R, Q, Hq) float32; theirs are written.
     """
+    queries, query_heads = total.shape[1:]
+    kv_heads, part = partial.shape[1:3]
+    of_part = {"first": first, "queries": queries, "part": part}
+    by_head = {"KV_HEADS": kv_heads, "GROUP": query_heads // kv_heads}
+    _merge_splits(partial, log_sums, out, total, **of_part, **by_head, DEPENDENT=False)
+
+
+def _merge_splits(
+    partial: Tensor, log_sums: Tensor, out: Tensor, total: Tensor | None, **options: Any
+) -> None:
     splits, head_dim = partial.shape[-2:]
     _merge[(partial.numel() // (splits * head_dim),)](
         partial,
@@ -159,7 +170,7 @@ def merge_splits(
         HEAD_DIM=head_dim,
         PADDED_SPLITS=triton.next_power_of_2(splits),
         num_warps=2,
-        **(dependent or {"DEPENDENT": False}),
+        **options,
     )
 
 
@@ -293,22 +304,30 @@ def _part(numbers, PART: tl.constexpr, TYPE: tl.constexpr, INTERPRETED: tl.const
         )
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "first", "queries", "part"])
 def _merge(
     partial,
     log_sums,
     out,
     total,
     splits,
+    first,
+    queries,
+    part,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """One program merges what was computed for one query head."""
+    """One program merges what was computed for one query: of a row and KV head, one of `part`."""
     wait_for_kernel_ahead(DEPENDENT)
-    head = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
     split, dims = tl.arange(0, PADDED_SPLITS), tl.arange(0, HEAD_DIM)
-    at = head * splits + split
+    at = program * splits + split
+    unit, number = program // part, first + program % part
+    token = unit // KV_HEADS * queries + number // GROUP
+    head = (token * KV_HEADS + unit % KV_HEADS) * GROUP + number % GROUP
     is_split = split < splits
     log_sum = tl.load(log_sums + at, mask=is_split, other=-1e30)
     largest = tl.max(log_sum, axis=0)

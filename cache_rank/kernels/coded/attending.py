@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.attend.triton import merge_splits
-from cache_rank.kernels.coded.reference import by_kv_head, by_query
+from cache_rank.kernels.attend.triton import merge_by_query
+from cache_rank.kernels.coded.reference import by_kv_head
 from cache_rank.kernels.coded.tokens import coded_tokens
 
 LEAST_QUERIES = 8
@@ -35,20 +34,17 @@ def attend_grouped(
 ) -> tuple[Tensor, Tensor]:
     """Attend with queries (R, Q, Hq, D), of each KV head at most so many at once.
 
-    `launch` attends with queries (R, Hkv, queries, D), and returns what `merge_splits` takes.
+    `launch` attends with queries (R, Hkv, queries, D), and returns what `merge_by_query` takes.
 
     Returns:
         Outputs (R, Q, Hq, D) and log-sum-exps (R, Q, Hq).
     """
-    parts = []
-    for part in by_kv_head(queries, kv_heads).split(at_once, dim=2):
-        out, total = part.new_empty(part.shape), part.new_empty(part.shape[:3])
-        merge_splits(*launch(part.contiguous()), out, total)
-        parts.append((out, total))
-    out, total = parts[0]
-    if len(parts) > 1:
-        out, total = (torch.cat(of_parts, dim=2) for of_parts in zip(*parts, strict=True))
-    return by_query(out, queries), by_query(total, queries)
+    grouped = by_kv_head(queries, kv_heads)
+    out, total = grouped.new_empty(queries.shape), grouped.new_empty(queries.shape[:3])
+    for first in range(0, grouped.shape[2], at_once):
+        part = grouped[:, :, first : first + at_once].contiguous()
+        merge_by_query(*launch(part), first, out, total)
+    return out, total
 
 
 def empty_splits(grouped: Tensor, programs: int) -> tuple[Tensor, Tensor]:
@@ -88,7 +84,7 @@ def attend_split(
     Args:
         queries: (R, Hkv, GROUP, D) float32; GROUP is Q times the query heads of a KV head.
         scale: factor on the logits, of powers of two.
-        partial, log_sums: see `merge_splits`.
+        partial, log_sums: see `merge_by_query`.
     """
     unit, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     splits = tl.num_programs(1)  # of few requests there are many, and all are one kernel

@@ -288,7 +288,8 @@ def attend_codes(
 
 def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
     """(R, Q, Hq, D) as (R, Hkv, Q G, D) float32, the queries of a KV head beside each other."""
-    return queries.float().unflatten(2, (kv_heads, -1)).transpose(1, 2).flatten(2, 3)
+    grouped = queries.unflatten(2, (kv_heads, -1)).transpose(1, 2)
+    return torch.empty(grouped.shape, device=queries.device).copy_(grouped).flatten(2, 3)
 
 
 def by_query(grouped: Tensor, queries: Tensor) -> Tensor:

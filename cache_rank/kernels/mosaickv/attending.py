@@ -120,7 +120,7 @@ def _attend(
     Args:
         queries: (R, Hkv, GROUP, D) float32.
         scale: factor on the logits, of powers of two.
-        partial, log_sums: see `merge_splits`.
+        partial, log_sums: see `merge_by_query`.
     """
     # Which tokens.
     strategy_of, rows, numbers, rotations = tables

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.attention import merge
 from cache_rank.kernels.coded.reference import by_kv_head, by_query
 from cache_rank.kernels.mosaickv.vectors import (
     PackedVectors,
@@ -21,6 +20,7 @@ from cache_rank.kernels.mosaickv.vectors import (
     score_packed,
     unpack_vectors,
 )
+from cache_rank.kernels.newest.reference import merge
 from cache_rank.kernels.rows import PagedRows
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.wire.reference import to_wire

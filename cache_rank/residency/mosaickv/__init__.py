@@ -23,9 +23,9 @@ from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
 from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
-from cache_rank.kernels.attention import attend_to, merge
 from cache_rank.kernels.mosaickv import attend_packed, gather_packed, score_packed_step
 from cache_rank.kernels.mosaickv.reference import PackedWorkspace, packed_workspace
+from cache_rank.kernels.newest.reference import attend_to, merge
 from cache_rank.residency.base import Residency
 from cache_rank.residency.mosaickv.memory import PackedMemory
 from cache_rank.residency.mosaickv.segments import OPENING_TOKENS, Segments
@@ -127,7 +127,9 @@ class MosaicKVResidency(Residency):
     ) -> None:
         gather_packed(self._memory.store, rows.paged, layers.start, entering, keys, values)
 
-    def attend(self, rows: BatchMetadata, layer: int, queries: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, rows: BatchMetadata, layer: int, queries: Tensor, out: Tensor, log_sums: Tensor
+    ) -> None:
         """See `Residency.attend`. Channels that vectors have lost are attended to as zeros."""
         store, scale = self._memory.store, self._model.scale
         of_packed = attend_packed(store, queries, rows.paged, layer, scale)
@@ -141,7 +143,9 @@ class MosaicKVResidency(Residency):
             ring[slots[:, None], layer, :, entries].transpose(1, 2) for ring in store.rings
         )
         is_seen = (newest < held[:, None]).unsqueeze(1)
-        return merge(of_packed, attend_to(queries, keys, values, is_seen, scale))
+        found = merge(of_packed, attend_to(queries, keys, values, is_seen, scale))
+        out.copy_(found[0])
+        log_sums.copy_(found[1])
 
     def end(self, slot: int) -> None:
         if (ended := self._segments.pop(slot, None)) is not None:

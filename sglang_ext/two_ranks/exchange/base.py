@@ -157,6 +157,7 @@ class Exchange(ABC):
         self._shipments: deque[tuple[int, Pending]] = deque()
         self._next = 0
         self._asking: Pending | None = None
+        self._answer: AttendedMessage | None = None
         self._tail_tokens = residency.shared_tail(config) or 0
         self._encoder: PageEncoder | None = None
         if coded_tokens:
@@ -281,12 +282,15 @@ class Exchange(ABC):
     def begin_attending(self, rows: list[Row], width: int) -> None:
         """Let the cache rank attend for requests of which it holds all tokens before a position."""
         self.connection.control.send(Attend(rows, width))
+        self._answer = AttendedMessage(self._config, len(rows), width, self._slots.device)
 
     def attend(self, queries: Tensor) -> tuple[AttendedMessage, Pending]:
-        """Send the queries of a layer, (R, width, Hq, D), and post the receive of the answer."""
-        rows, width, *_ = queries.shape
-        answer = AttendedMessage(self._config, rows, width, queries.device)
-        bulk = self.connection.link.bulk
+        """Send the queries of a layer, (R, width, Hq, D), and post the receive of the answer.
+
+        It takes the memory of the answer for the layer before.
+        """
+        assert self._answer is not None
+        bulk, answer = self.connection.link.bulk, self._answer
         self._asking = bulk.send(queries)  # the answer to it says that it has arrived
         received = bulk.receive(answer.buffer)
         self.counters.up_bytes += queries.nbytes

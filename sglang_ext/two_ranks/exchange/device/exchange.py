@@ -265,13 +265,15 @@ class DeviceExchange(Exchange):
         begun = torch.cuda.Event()
         begun.record()
         self._attending.append(_Attending(begun))
+        assert self._answer is not None
+        with self.connection.link.in_background():
+            self._answer.buffer.record_stream(torch.cuda.current_stream())
 
     def attend(self, queries: Tensor) -> tuple[AttendedMessage, Pending]:
-        answer, received = super().attend(queries)
+        answer = super().attend(queries)
         with self.connection.link.in_background():
-            for tensor in (queries, answer.buffer):
-                tensor.record_stream(torch.cuda.current_stream())
-        return answer, received
+            queries.record_stream(torch.cuda.current_stream())
+        return answer
 
     def end_attending(self) -> None:
         ended = torch.cuda.Event()
