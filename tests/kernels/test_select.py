@@ -315,14 +315,20 @@ def assert_steps_agree(
     return slot_map
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
 @pytest.mark.parametrize("batch", BATCHES, ids=lambda batch: batch.name)
-def test_triton_equals_reference_step_after_step(batch: Batch, device: torch.device) -> None:
+def test_triton_equals_reference_step_after_step(
+    batch: Batch, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several programs find the maxima of a row, and each thing is read in several times."""
+    monkeypatch.setattr(triton, "LAUNCH", triton.Launch(groups=8, rounds=2, visited=2))
     generator = torch.Generator().manual_seed(1)
     steps = [batch.draw_scores(generator, max(batch.positions) + 4) for _ in range(2)]
     slot_map = batch.empty_slot_map(device)
     assert_steps_agree(batch, device, slot_map, steps, width=batch.width)
 
 
+@pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_triton_fills_slots_that_are_empty_or_stale(device: torch.device) -> None:
     """Gaps in the slot map, and tokens that do not compete, some of them beyond the row."""
     batch = Batch("", (60, 40), (1, 2), Policy(12, 2, 5, sinks=2, recent=3))

@@ -5,39 +5,43 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from cache_rank.kernels.select.search import find_rank, reaches
-
-LOWEST = tl.constexpr(-(2**31))
-"""The key of a token that does not compete."""
+from cache_rank.kernels.select.search import LOWEST, find_rank, reaches
 
 
 @triton.jit
-def append(entries, counter, capacity, values, mask, SIZE: tl.constexpr):
-    """Append the masked values to a list, in any order; those beyond its capacity only count."""
-    one = tl.full((SIZE,), 1, tl.int32)
-    index = tl.atomic_add(counter + tl.zeros((SIZE,), tl.int32), one, mask, sem="relaxed")
-    tl.store(entries + index, values, mask=mask & (index < capacity))
+def write_chosen(entries, values, chosen):
+    """Write the chosen values of one or two vectors one behind another; return how many."""
+    counts = chosen[0].to(tl.int32)
+    if len(chosen) == 2:
+        counts += chosen[1].to(tl.int32) << 16  # two sums in one
+    before, count = tl.cumsum(counts), tl.sum(counts)
+    tl.store(entries + (before & 0xFFFF) - 1, values[0], mask=chosen[0])
+    if len(chosen) == 2:
+        behind = entries + (count & 0xFFFF)
+        tl.store(behind + (before >> 16) - 1, values[1], mask=chosen[1])
+    return (count & 0xFFFF) + (count >> 16)
 
 
 @triton.jit
-def _write_entering(keys, tokens, key, token, counter, entering, count, ENTERING: tl.constexpr):
+def _write_entering(keys, tokens, key, token, entering, count, ENTERING: tl.constexpr):
     """Write the `count` tokens whose ranks reach the given one, in the order of tokens."""
-    tl.store(counter, 0)
-    tl.debug_barrier()
-    for index in tl.static_range(len(keys)):
-        enters = reaches(keys[index], tokens[index], key, token)
-        append(entering, counter, count, tokens[index], enters, keys[0].shape[0])
+    enter = (reaches(keys[0], tokens[0], key, token),)
+    if len(keys) == 2:
+        more = (reaches(keys[1], tokens[1], key, token),)
+        enter = enter + more  # type: ignore[assignment]
+    write_chosen(entering, tokens, enter)
     tl.debug_barrier()
     # Sorted: a token's place is how many others are smaller.
-    OTHERS: tl.constexpr = min(ENTERING, 64)
+    OTHERS: tl.constexpr = min(ENTERING, 16)
     place = tl.arange(0, ENTERING)
     used = place < count
     found = tl.load(entering + place, mask=used, other=0)
-    order = tl.zeros((ENTERING,), tl.int32)
+    smaller = tl.zeros((OTHERS, ENTERING), tl.int32)
     for first in range(0, count, OTHERS):
         other = first + tl.arange(0, OTHERS)
         others = tl.load(entering + other, mask=other < count, other=0x7FFFFFFF)
-        order += tl.sum((others[None, :] < found[:, None]).to(tl.int32), axis=1)
+        smaller += (others[:, None] < found[None, :]).to(tl.int32)
+    order = tl.sum(smaller, axis=0)
     tl.debug_barrier()
     tl.store(entering + order, found, mask=used)
 
@@ -82,7 +86,6 @@ def exchange(
     tokens,
     in_slots,
     bounds,
-    scratch,
     out,
     budget,
     CAPACITY: tl.constexpr,
@@ -96,7 +99,6 @@ def exchange(
             are to be in slots.
         bounds: a key that `depth` keys reach, the highest of all, and `depth`: so many of the best
             stay, if they are in slots.
-        scratch: a counter.
         out: the unit's slot map, entering tokens and their slots, and its row's counts.
         budget: how many slots the row has.
     """
@@ -118,7 +120,7 @@ def exchange(
             stays = _spare_highest(stays, slot_keys, slot_tokens, key, spared)
         # Those that enter are among the best `depth`, and so in the list.
         key, token = find_rank(keys, tokens, key, highest + 1, enter_count)
-        _write_entering(keys, tokens, key, token, scratch, entering, enter_count, ENTERING)
+        _write_entering(keys, tokens, key, token, entering, enter_count, ENTERING)
         tl.debug_barrier()
         _fill_slots(slot_map, stays, entering, entering_slots, empties, enter_count, budget)
         tl.atomic_add(counts, enter_count)

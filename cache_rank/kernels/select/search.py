@@ -1,4 +1,4 @@
-"""Thresholds by search, Triton: functions for kernels.
+"""Thresholds by search, and the keys that are searched, Triton: functions for kernels.
 
 Each step counts how many numbers are at or above two probes, and keeps a third of the interval.
 """
@@ -7,6 +7,36 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+LOWEST = tl.constexpr(-(2**31))
+"""The key of a token that does not compete."""
+
+FLOOR = tl.constexpr(-(2**31) + 1)
+"""The key of a NaN, the lowest of a token that competes."""
+
+RESIDENT = tl.constexpr(-1)
+"""The bits of the score of a token in a slot: a NaN that no arithmetic produces."""
+
+
+@triton.jit
+def order_keys(bits):
+    """Map the bits of float32 scores to int32 keys in the order of the scores."""
+    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    keys = tl.where(bits == LOWEST, 0, keys)  # -0.0 equals 0.0
+    keys = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, FLOOR, keys)
+    return tl.where(bits == RESIDENT, LOWEST, keys)
+
+
+@triton.jit
+def load_keys(scores, token, mask):
+    """Load the keys of tokens; those masked get `LOWEST`."""
+    return order_keys(tl.load(scores + token, mask=mask, other=RESIDENT))
+
+
+@triton.jit
+def make_ranks(keys, token):
+    """Unique int64 ranks by key, and then by token; see `rank_keys` of the reference."""
+    return (keys.to(tl.int64) << 32) | token.to(tl.int64)
 
 
 @triton.jit
@@ -78,6 +108,24 @@ def search(vectors, low, high, fewest, most):
 
 
 @triton.jit
+def find_key_bound(maxima, slot_keys, highest, needed):
+    """Find a key that at least `needed` tokens reach, and not many more."""
+    lower, upper = maxima
+    low = tl.full((), FLOOR, tl.int32)
+    high = highest + 1
+    # The lowest group is a better first guess than the middle of all numbers.
+    lowest = tl.minimum(
+        tl.where(lower > LOWEST, lower, highest), tl.where(upper > LOWEST, upper, highest)
+    )
+    guess = tl.maximum(tl.min(lowest), low)
+    found = (lower >= guess).to(tl.int32) + (upper >= guess).to(tl.int32)
+    found = tl.sum(found + (slot_keys >= guess).to(tl.int32))
+    low = tl.where(found >= needed, guess, low)
+    high = tl.where(found >= needed, high, guess)
+    return search((lower, upper, slot_keys), low, high, needed, needed + needed // 16)
+
+
+@triton.jit
 def find_rank(keys, tokens, low, high, count):
     """Find the key and token that exactly `count` of the ranks in the vectors reach."""
     key = search(keys, low, high, count, count)
@@ -97,3 +145,20 @@ def find_rank(keys, tokens, low, high, count):
 def reaches(keys, tokens, key, token):
     """Whether ranks, by key and then by token, reach that of the given key and token."""
     return (keys > key) | ((keys == key) & (tokens >= token))
+
+
+@triton.jit
+def raise_bound(scores, start, stop, slot_ranks, low, high, fewest, WIDTH: tl.constexpr):
+    """Find a bound that few enough tokens reach by reading the row again and again.
+
+    This happens where very many tokens share a score, or the best share their groups.
+    """
+    while distance(low, high) > 1:
+        first, second = thirds(low, high)
+        reached = reaching(slot_ranks, first, second)
+        for begin in range(0, stop, WIDTH):
+            token = begin + tl.arange(0, WIDTH)
+            keys = load_keys(scores, token, (token >= start) & (token < stop))
+            reached += reaching(make_ranks(keys, token), first, second)
+        low, high = narrow(low, high, first, second, tl.sum(reached), fewest, 2 * WIDTH)
+    return low

@@ -2,10 +2,13 @@
 
 Sorting a row would be far too slow, so thresholds are found by search: count how many keys are at
 or above two probes, and keep a third of the interval. To count over the whole row each time would
-still be too slow. The row is therefore read once for the maxima of strided groups of tokens, which
-stay in registers. If `n` group maxima are at or above some key, so are the `n` best tokens: a bound
-that leaves few more tokens than needed. They are listed in a second pass, which skips the groups
-below the bound, and the exact thresholds are found on the list, which fits into registers too.
+still be too slow. A first launch therefore reads the row once for the maxima of small groups of
+tokens, which the second keeps in registers. If `n` group maxima are at or above some key, so are
+the `n` best tokens: a bound that leaves few more tokens than needed. They are listed, of the groups
+that reach the bound, and the exact thresholds are found on the list, which fits into registers too.
+
+Many programs of the first launch share a row, as reading takes many requests to memory at a time.
+One program of the second has a whole row, as each count needs all of its numbers.
 
 A working set hardly changes from step to step, so tokens in slots are taken out of the row first
 and counted apart. The list then holds those of the best that are in no slot, which are few.
@@ -16,23 +19,62 @@ makes a count one sum; and it is 32-bit keys, with the tokens, which decide ties
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.select.exchanging import LOWEST, append, exchange
+from cache_rank.kernels.dependent import (
+    dependent_launch,
+    has_dependents,
+    wait_for_kernel_ahead,
+)
+from cache_rank.kernels.select.exchanging import exchange, write_chosen
+from cache_rank.kernels.select.maxima import (
+    VARYING,
+    competing,
+    find_maxima,
+    group_sizes,
+    scratch,
+)
 from cache_rank.kernels.select.reference import MOST_SLOTS
-from cache_rank.kernels.select.search import distance, narrow, reaching, search, thirds
+from cache_rank.kernels.select.search import (
+    FLOOR,
+    LOWEST,
+    find_key_bound,
+    load_keys,
+    make_ranks,
+    raise_bound,
+)
 
-_FLOOR = tl.constexpr(-(2**31) + 1)
-"""The key of a NaN, the lowest of a token that competes."""
+
+class Launch(NamedTuple):
+    """How the work is laid out; only time depends on it."""
+
+    groups: int = 256
+    """Groups whose maxima a program of the first launch finds."""
+
+    rounds: int = 16
+    """Tokens of each of them that it reads at a time."""
+
+    numbers: int = 4
+    """Numbers of a vector that a thread of the second launch has."""
+
+    visited: int = 8
+    """Tokens that such a thread reads at a time, of a group that reaches the bound."""
+
+    registers: int = 64
+    """Registers that such a thread has at most."""
+
+
+LAUNCH = Launch()
+
+_MAXIMA_WARPS = 4
 
 _LOWEST_RANK = tl.constexpr(-(2**63))
 """The rank of a token that does not compete."""
-
-_RESIDENT = tl.constexpr(-1)
-"""The bits of the score of a token in a slot: a NaN that no arithmetic produces."""
 
 
 def _default_width(budget: int, margin: int) -> int:
@@ -46,8 +88,8 @@ def _default_width(budget: int, margin: int) -> int:
 
 
 def _workspace_width(width: int) -> int:
-    """The width in units of 8 bytes: two counters, a list of ranks, and one of 4-byte groups."""
-    return 1 + 2 * width + width
+    """The width in units of 8 bytes; see `scratch`."""
+    return 2 * width + (2 + 2 + 1) * width // 2
 
 
 def select_workspace(
@@ -55,8 +97,7 @@ def select_workspace(
 ) -> Tensor:
     """Make scratch for `rows` rows of any length.
 
-    Each row, layer and kv head has two counters, a list of tokens and a list of groups. One launch
-    after another may use it on one stream.
+    One launch after another may use it on one stream.
 
     Returns:
         (R * L * Hkv, width) int64.
@@ -81,7 +122,7 @@ def select_step(
     counts: Tensor,
     width: int | None = None,
 ) -> None:
-    """See the reference. One launch; rows of up to a million tokens.
+    """See the reference. Two launches; rows of up to a million tokens.
 
     Overwrites the scores of tokens in slots. A NaN score whose 32 bits are all ones, which no
     arithmetic produces, does not compete.
@@ -93,8 +134,9 @@ def select_step(
     rows, layers, kv_heads, row_capacity = scores.shape
     budget, capacity = slot_map.shape[-1], entering.shape[-1]
     units = rows * layers * kv_heads
-    width = width or _default_width(budget, margin)
-    warps = min(16, max(1, width // 128))
+    launch, width = LAUNCH, width or _default_width(budget, margin)
+    groups = min(launch.groups, 2 * width)
+    parts = 2 * width // groups
     into = (workspace, entering, entering_slots, counts)
     for tensor in (scores, slot_map, slots, positions, budgets, *into):
         assert tensor.is_contiguous()
@@ -104,149 +146,108 @@ def select_step(
     assert workspace.shape[1] >= _workspace_width(width)
     assert width >= budget
     assert budget + margin <= 2 * width <= 2 * MOST_SLOTS  # a count takes 16 bits
-    assert row_capacity**2 < width << 33  # or the reciprocal of a group's size would not be exact
     if units == 0:
         return
-    _select[(units,)](
+    of_row = (
         scores.view(torch.int32),
         slot_map,
         slots,
         positions,
         budgets,
         workspace,
-        entering,
-        entering_slots,
-        counts,
         row_capacity,
         slot_map.shape[1],
         first_layer,
         sink_tokens,
         recent_tokens,
         workspace.shape[1],
-        LAYERS=layers,
-        KV_HEADS=kv_heads,
-        BUDGET=budget,
+    )
+    constants = {
+        "LAYERS": layers,
+        "KV_HEADS": kv_heads,
+        "BUDGET": budget,
+        "WIDTH": width,
+        "GROUPS": groups,
+    }
+    find_maxima[(units, parts)](
+        *of_row,
+        **constants,
+        ROUNDS=launch.rounds,
+        HAS_DEPENDENTS=has_dependents(scores),
+        num_warps=_MAXIMA_WARPS,
+    )
+    warps = min(16, max(1, width // (32 * launch.numbers)))
+    _select[(units,)](
+        *of_row,
+        entering,
+        entering_slots,
+        counts,
+        **constants,
         MARGIN=margin,
         CAPACITY=capacity,
-        WIDTH=width,
         ENTERING=triton.next_power_of_2(capacity),
+        VISITED=32 * warps,
+        AT_ONCE=launch.visited,
         num_warps=warps,
-        # Two programs share the 64 K registers of a multiprocessor.
-        maxnreg=min(255, max(32, 65536 // (32 * warps * 2) // 8 * 8)),
+        maxnreg=launch.registers,
+        **dependent_launch(scores),
     )
 
 
 @triton.jit
-def _order_keys(bits):
-    """Map the bits of float32 scores to int32 keys in the order of the scores."""
-    keys = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = tl.where(bits == LOWEST, 0, keys)  # -0.0 equals 0.0
-    keys = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, _FLOOR, keys)
-    return tl.where(bits == _RESIDENT, LOWEST, keys)
-
-
-@triton.jit
-def _load_keys(scores, token, mask, start, stop):
-    """Load the keys of tokens; those masked and those outside [start, stop) get `LOWEST`."""
-    bits = tl.load(scores + token, mask=mask, other=_RESIDENT)
-    return tl.where((token >= start) & (token < stop), _order_keys(bits), LOWEST)
-
-
-@triton.jit
-def _ranks(keys, token):
-    """Unique int64 ranks by key, and then by token; see `rank_keys` of the reference."""
-    return (keys.to(tl.int64) << 32) | token.to(tl.int64)
-
-
-@triton.jit
-def _group_maxima(scores, start, stop, WIDTH: tl.constexpr):
-    """Find the largest key of each group, (WIDTH,) twice; token t is in group t % (2 * WIDTH)."""
-    lower = tl.full((WIDTH,), LOWEST, tl.int32)
-    upper = tl.full((WIDTH,), LOWEST, tl.int32)
-    for first in range(0, stop, 2 * WIDTH):
-        token = first + tl.arange(0, WIDTH)
-        lower = tl.maximum(lower, _load_keys(scores, token, token < stop, start, stop))
-        token += WIDTH
-        upper = tl.maximum(upper, _load_keys(scores, token, token < stop, start, stop))
-    return lower, upper
-
-
-@triton.jit
-def _find_key_bound(maxima, slot_keys, highest, needed):
-    """Find a key that at least `needed` tokens reach, and not many more."""
-    lower, upper = maxima
-    low = tl.full((), _FLOOR, tl.int32)
-    high = highest + 1
-    # The lowest group is a better first guess than the middle of all numbers.
-    lowest = tl.minimum(
-        tl.where(lower > LOWEST, lower, highest), tl.where(upper > LOWEST, upper, highest)
-    )
-    guess = tl.maximum(tl.min(lowest), low)
-    found = (lower >= guess).to(tl.int32) + (upper >= guess).to(tl.int32)
-    found = tl.sum(found + (slot_keys >= guess).to(tl.int32))
-    low = tl.where(found >= needed, guess, low)
-    high = tl.where(found >= needed, high, guess)
-    return search((lower, upper, slot_keys), low, high, needed, needed + needed // 16)
-
-
-@triton.jit
-def _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH: tl.constexpr):
+def _list_outsiders(
+    scores,
+    candidates,
+    maxima,
+    bound,
+    lists,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    VISITED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
     """Write the ranks at or above the bound, in any order, and return how many there are.
 
-    Those beyond 2 * WIDTH are only counted. The groups that reach the bound are listed first,
-    behind the list, so that only their tokens are looked at.
+    Those beyond 2 * WIDTH are only counted. The groups that reach the bound are listed first, so
+    that only their tokens are looked at. A thread has a group, AT_ONCE of its tokens at a time.
     """
-    SIZE: tl.constexpr = 2 * WIDTH
-    tl.store(counters + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+    start, stop = candidates
+    entries, groups = lists
+    least = (bound >> 32).to(tl.int32)
+    least = tl.where(least == FLOOR, LOWEST, least)  # a group of NaNs alone has no maximum
+    number = tl.arange(0, WIDTH)
+    reach = (maxima[0] >= least, maxima[1] >= least)
+    count = write_chosen(groups, (number, WIDTH + number), reach)
     tl.debug_barrier()
-    key = (bound >> 32).to(tl.int32)
-    groups = (entries + SIZE).to(tl.pointer_type(tl.int32))
-    for half in tl.static_range(2):
-        numbers = half * WIDTH + tl.arange(0, WIDTH)
-        append(groups, counters, SIZE, numbers, maxima[half] >= key, WIDTH)
+    span, rounds = group_sizes(stop, WIDTH, GROUPS)
+    listed = tl.zeros((), tl.int32)
+    for first in range(0, count, VISITED):
+        index = first + tl.arange(0, VISITED)
+        group = tl.load(groups + index, mask=index < count, other=0)
+        begin = group // GROUPS * span
+        end = tl.where(index < count, tl.minimum(begin + span, stop), 0)
+        begin += group % GROUPS
+        for before in range(0, rounds, AT_ONCE):
+            ranks = ()
+            for ahead in tl.static_range(AT_ONCE):
+                token = begin + (before + ahead) * GROUPS
+                keys = load_keys(scores, token, (token >= start) & (token < end))
+                ranks = ranks + (make_ranks(keys, token),)  # type: ignore[assignment]  # noqa: RUF005
+            found = tl.zeros((VISITED,), tl.int32)
+            for ahead in tl.static_range(AT_ONCE):
+                found += (ranks[ahead] >= bound).to(tl.int32)
+            place = listed + tl.cumsum(found) - found
+            for ahead in tl.static_range(AT_ONCE):
+                reaches = ranks[ahead] >= bound
+                tl.store(entries + place, ranks[ahead], mask=reaches & (place < 2 * WIDTH))
+                place += reaches.to(tl.int32)
+            listed += tl.sum(found)
     tl.debug_barrier()
-    # How many tokens a group has: never one, whose reciprocal would have 33 bits.
-    rounds = tl.maximum(tl.cdiv(stop, SIZE), 2)
-    reciprocal = ((1 << 32) // rounds.to(tl.int64) + 1).to(tl.uint32)
-    looked_at = tl.load(counters, volatile=True) * rounds
-    for first in range(0, looked_at, SIZE):
-        index = first + tl.arange(0, SIZE)
-        entry = tl.umulhi(index.to(tl.uint32), reciprocal).to(tl.int32)  # index // rounds
-        group = tl.load(groups + entry, mask=index < looked_at, other=0)
-        token = group + (index - entry * rounds) * SIZE
-        keys = _load_keys(scores, token, (index < looked_at) & (token < stop), start, stop)
-        ranks = _ranks(keys, token)
-        append(entries, counters + 1, SIZE, ranks, ranks >= bound, SIZE)
-    tl.debug_barrier()
-    return tl.load(counters + 1, volatile=True)
-
-
-@triton.jit
-def _raise_bound(scores, start, stop, slot_ranks, low, high, fewest, WIDTH: tl.constexpr):
-    """Find a bound that few enough tokens reach by reading the row again and again.
-
-    This happens where very many tokens share a score, or the best share their groups.
-    """
-    while distance(low, high) > 1:
-        first, second = thirds(low, high)
-        reached = reaching(slot_ranks, first, second)
-        for begin in range(0, stop, WIDTH):
-            token = begin + tl.arange(0, WIDTH)
-            keys = _load_keys(scores, token, token < stop, start, stop)
-            reached += reaching(_ranks(keys, token), first, second)
-        low, high = narrow(low, high, first, second, tl.sum(reached), fewest, 2 * WIDTH)
-    return low
+    return listed
 
 
 @triton.jit(
-    do_not_specialize=[
-        "row_capacity",
-        "state_layers",
-        "first_layer",
-        "sink_tokens",
-        "recent_tokens",
-        "workspace_width",
-    ],
+    do_not_specialize=VARYING,
     do_not_specialize_on_alignment=["slots", "positions", "budgets", "counts"],
 )
 def _select(
@@ -256,70 +257,71 @@ def _select(
     positions,
     budgets,
     workspace,
-    entering,
-    entering_slots,
-    counts,
     row_capacity,
     state_layers,
     first_layer,
     sink_tokens,
     recent_tokens,
     workspace_width,
+    entering,
+    entering_slots,
+    counts,
     LAYERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BUDGET: tl.constexpr,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
     MARGIN: tl.constexpr,
     CAPACITY: tl.constexpr,
-    WIDTH: tl.constexpr,
     ENTERING: tl.constexpr,
+    VISITED: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """One program selects the tokens of a unit, a row's kv head in one layer."""
     unit = tl.program_id(0).to(tl.int64)
     row = unit // (LAYERS * KV_HEADS)
-    layer_head = unit % (LAYERS * KV_HEADS)
     state_slot = tl.load(slots + row).to(tl.int64)
     entering += unit * CAPACITY
     entering_slots += unit * CAPACITY
     enter_count = 0
+    start, stop = competing(tl.load(positions + row), sink_tokens, recent_tokens)
+    budget = tl.load(budgets + row)
+    wait_for_kernel_ahead(DEPENDENT)
 
     if state_slot >= 0:
         scores += unit * row_capacity
-        slot_map += ((state_slot * state_layers + first_layer) * KV_HEADS + layer_head) * BUDGET
-        scratch = workspace + unit * workspace_width
-        counters = scratch.to(tl.pointer_type(tl.int32))
-        entries = scratch + 1
-        # The tokens that compete: [start, stop).
-        start = sink_tokens
-        stop = tl.load(positions + row) - recent_tokens + 1
-        stop = tl.where(stop > start, stop, 0)
+        layer_head = first_layer * KV_HEADS + unit % (LAYERS * KV_HEADS)
+        slot_map += (state_slot * state_layers * KV_HEADS + layer_head) * BUDGET
+        entries, groups, of_groups, of_slots = scratch(workspace, unit, workspace_width, WIDTH)
         candidates = tl.maximum(stop - start, 0)
-        budget = tl.load(budgets + row)
 
-        # The tokens in slots are taken out of the row.
         slot = tl.arange(0, WIDTH)  # [WIDTH], as all vectors below
+        maxima = tl.load(of_groups + slot), tl.load(of_groups + WIDTH + slot)
         slot_tokens = tl.load(slot_map + slot, mask=slot < budget, other=-1)
         competes = (slot_tokens >= start) & (slot_tokens < stop)
         empties = tl.sum(((slot < budget) & (slot_tokens < 0)).to(tl.int32))
         slot_tokens = tl.where(competes, slot_tokens, 0)
-        slot_keys = _load_keys(scores, slot_tokens, competes, start, stop)
-        slot_keys = tl.where(competes, slot_keys, LOWEST)
-        tl.debug_barrier()
-        tl.store(scores + slot_tokens, tl.full((WIDTH,), _RESIDENT, tl.int32), mask=competes)
-        tl.debug_barrier()
+        slot_keys = tl.where(competes, tl.load(of_slots + slot), LOWEST)
 
         # A bound that not many more tokens reach than the best `depth`, and a list of those.
-        maxima = _group_maxima(scores, start, stop, WIDTH)
         highest = tl.max(tl.maximum(tl.maximum(maxima[0], maxima[1]), slot_keys))
+        highest = tl.maximum(highest, FLOOR)
         depth = tl.minimum(budget + MARGIN * budget // BUDGET, candidates)
-        low = _find_key_bound(maxima, slot_keys, highest, depth)
+        low = find_key_bound(maxima, slot_keys, highest, depth)
         bound = low.to(tl.int64) << 32
-        listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH)
+        lists = entries, groups
+        listed = _list_outsiders(
+            scores, (start, stop), maxima, bound, lists, WIDTH, GROUPS, VISITED, AT_ONCE
+        )
         if listed > 2 * WIDTH:
-            slot_ranks = _ranks(slot_keys, slot_tokens)
+            slot_ranks = make_ranks(slot_keys, slot_tokens)
             high = (highest.to(tl.int64) + 1) << 32
-            bound = _raise_bound(scores, start, stop, slot_ranks, bound, high, depth, WIDTH)
+            bound = raise_bound(scores, start, stop, slot_ranks, bound, high, depth, WIDTH)
             low = (bound >> 32).to(tl.int32)
-            listed = _list_outsiders(scores, start, stop, maxima, bound, counters, entries, WIDTH)
+            listed = _list_outsiders(
+                scores, (start, stop), maxima, bound, lists, WIDTH, GROUPS, VISITED, AT_ONCE
+            )
         lower = tl.load(entries + slot, mask=slot < listed, other=_LOWEST_RANK)
         key, token = (lower >> 32).to(tl.int32), lower.to(tl.int32)
         in_slots = (slot_keys, slot_tokens, empties, tl.minimum(budget, candidates))
@@ -332,7 +334,6 @@ def _select(
                 (token, upper.to(tl.int32)),
                 in_slots,
                 bounds,
-                counters,
                 out,
                 budget,
                 CAPACITY,
@@ -340,7 +341,7 @@ def _select(
             )
         else:  # as nearly always: counts are of fewer
             enter_count = exchange(
-                (key,), (token,), in_slots, bounds, counters, out, budget, CAPACITY, ENTERING
+                (key,), (token,), in_slots, bounds, out, budget, CAPACITY, ENTERING
             )
 
     # Padding behind the tokens that enter.
