@@ -66,7 +66,7 @@ class Launch(NamedTuple):
     """Tokens that such a thread reads at a time, of a group that reaches the bound."""
 
     registers: int = 64
-    """Registers that such a thread has at most."""
+    """Registers that such a thread has at most, or twice as many if it has more numbers."""
 
 
 LAUNCH = Launch()
@@ -189,7 +189,7 @@ def select_step(
         VISITED=32 * warps,
         AT_ONCE=launch.visited,
         num_warps=warps,
-        maxnreg=launch.registers,
+        maxnreg=launch.registers * (1 if width <= 32 * launch.numbers * warps else 2),
         **dependent_launch(scores),
     )
 
