@@ -203,13 +203,15 @@ class VerifyingBackend(AroundDenseKernels):
                 "the model writes K and V in a fused kernel, which hides them from a verification"
             )
         queries = this.by_request(q, layer.tp_q_head_num)
+        keys, values = (this.by_request(part, layer.tp_k_head_num) for part in (k, v))
+        if layer.k_scale is not None:  # the pool may scale what it is given in place
+            k, v = k.clone(), v.clone()
         asked = queries[this.index]
         answer = this.while_up(lambda exchange: exchange.attend(asked))
         output = getattr(self._dense, kind)(q, k, v, layer, this.view, save_kv_cache, **kwargs)
         older = None
         if answer is not None:
             older = this.while_up(lambda exchange: _received(answer, exchange))
-        keys, values = (this.by_request(part, layer.tp_k_head_num) for part in (k, v))
         by_request = this.by_request(output, layer.tp_q_head_num)
         attend_to_each_other(queries, keys, values, this.index, self._scale, older, by_request)
         return output
