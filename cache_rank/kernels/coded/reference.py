@@ -289,7 +289,8 @@ def attend_codes(
 def by_kv_head(queries: Tensor, kv_heads: int) -> Tensor:
     """(R, Q, Hq, D) as (R, Hkv, Q G, D) float32, the queries of a KV head beside each other."""
     grouped = queries.unflatten(2, (kv_heads, -1)).transpose(1, 2)
-    return torch.empty(grouped.shape, device=queries.device).copy_(grouped).flatten(2, 3)
+    contiguous = torch.empty(grouped.shape, dtype=torch.float32, device=queries.device)
+    return contiguous.copy_(grouped).flatten(2, 3)
 
 
 def by_query(grouped: Tensor, queries: Tensor) -> Tensor:
