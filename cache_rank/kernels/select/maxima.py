@@ -41,8 +41,8 @@ def competing(position, sink_tokens, recent_tokens):
 def group_sizes(stop, WIDTH: tl.constexpr, GROUPS: tl.constexpr):
     """How many tokens each program of the first launch reads, and how many a group has at most.
 
-    The tokens of a program follow one another. Every GROUPS-th of them is in the same group, since
-    neighbours are often liked together.
+    The tokens of a program follow one another. Every GROUPS-th of them is in the same group,
+    because neighbours often score alike.
     """
     PARTS: tl.constexpr = 2 * WIDTH // GROUPS
     span = tl.cdiv(stop, PARTS * _ALIGNED) * _ALIGNED
@@ -105,7 +105,7 @@ def find_maxima(
             tl.store(scores + resident, tl.full((SLOTS,), RESIDENT, tl.int32), mask=is_here)
         tl.debug_barrier()
 
-        # A maximum passes over NaNs; of nothing else it is one.
+        # A maximum ignores NaNs, unless there is nothing else.
         group = tl.arange(0, GROUPS)
         further = tl.arange(0, ROUNDS)[:, None] * GROUPS
         candidates = tl.maximum(end - start, 0).to(tl.uint32)

@@ -7,8 +7,8 @@ tokens, which the second keeps in registers. If `n` group maxima are at or above
 the `n` best tokens: a bound that leaves few more tokens than needed. They are listed, of the groups
 that reach the bound, and the exact thresholds are found on the list, which fits into registers too.
 
-Many programs of the first launch share a row, as reading takes many requests to memory at a time.
-One program of the second has a whole row, as each count needs all of its numbers.
+Many programs of the first launch share a row: one alone asks memory for too little at a time. One
+program of the second has a whole row, because each count needs all of its numbers.
 
 A working set hardly changes from step to step, so tokens in slots are taken out of the row first
 and counted apart. The list then holds those of the best that are in no slot, which are few.
