@@ -60,6 +60,8 @@ install: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "error: needs Python 3.11 or 3.12; pass PYTHON=/path/to/it" >&2; exit 1; }
+	@[ $$(df -Pk . | awk 'END {print int($$4 / 1e6)}') -ge 12 ] || { \
+		echo "error: less than 12 GB are free here; pip needs 5 more in $${TMPDIR:-/tmp} meanwhile" >&2; exit 1; }
 	@echo "Installing SGLang $(SGLANG) and this package into $(VENV): about 4 minutes and 11 GB the first time."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip

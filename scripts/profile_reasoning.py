@@ -41,8 +41,8 @@ LOAD_SECONDS = 3600
 EXPLANATION = """\
 A load is STREAMSxPROMPT+ANSWER in tokens. Tokens/s is from the first request sent to the last
 token. TTFT and TPOT are of requests. The gap is the longest time that a stream was silent after its
-first token, and its context then. Sparse are the requests that were sparse at all, and the share of
-all tokens that sparse steps wrote.
+first token, and its context then. Sparse are the requests that were sparse at all, and all sparse
+steps, those that draft among them, as a share of all tokens.
 
 By context: tokens/s of all streams together by their mean context, while 90 % of them decode."""
 
