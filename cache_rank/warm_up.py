@@ -42,7 +42,8 @@ def warm_up(selector: Selector, messages: MessageBuffers, link: Link, device: to
         device=device,
     )
     selector.load(sequence, shipment)
-    wanted = config.slots_wanted_after(tokens)
+    # Steps of drafts do not add their token.
+    wanted = config.slots_wanted_after(tokens - 1 if config.draft_steps else tokens)
     queries = config.query_window + 1 if on_gpu else 1
     while sequence.filled < wanted or sequence.queries < queries:
         rows = [Row(sequence.sequence_id, max(sequence.tokens, sequence.stepped))]

@@ -48,7 +48,7 @@ class Served:
             [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
             for sizes in (up_sizes(config, config.max_rows), down_sizes(config, config.max_rows))
         )
-        self._messages = MessageBuffers(config, ups, answers)
+        self.messages = MessageBuffers(config, ups, answers)
 
     def arrive(self, sequence_id: int, prompt: int) -> Request:
         request = Request(self.config, sequence_id, prompt)
@@ -69,7 +69,7 @@ class Served:
         refused: Collection[int] = (),
     ) -> list[DownMessage]:
         """One step; the answers hold until the next. `tensors` are as of `Request.compute`."""
-        config, selector, messages = self.config, self.selector, self._messages.of(len(rows))
+        config, selector, messages = self.config, self.selector, self.messages.of(len(rows))
         self.steps += 1
         step = selector.begin_step(self.steps, rows, refused)
         for layer_message, up in zip(config.layer_messages, messages.up, strict=True):

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import triton
 from lone_link import LoneLink
+from served_selector import Served
 from small_models import small_config
 
 from cache_rank import rank, residency
 from cache_rank.config import ModelShape
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import Load, Open, Row, Step
+from cache_rank.warm_up import warm_up
 
 MODEL = ModelShape(
     5, query_heads=8, kv_heads=2, head_dim=64, dtype="bfloat16", scale=64**-0.5, hidden_size=64
@@ -65,3 +67,11 @@ def test_no_step_compiles_a_kernel(policy: dict[str, Any], monkeypatch: pytest.M
             positions = {sequence_id: position + 1 for sequence_id, position in positions.items()}
     torch.cuda.synchronize()
     assert compiled == []
+
+
+@pytest.mark.timeout(60)
+def test_steps_of_drafts_warm_up_too_where_even_the_newest_token_competes() -> None:
+    config = small_config(MODEL, draft_steps=3, sink_tokens=0, recent_tokens=0)
+    served, link = Served(config), cast(Any, None)  # a link is for attention alone
+    warm_up(served.selector, served.messages, link, torch.device("cpu"))
+    assert not served.selector.sequences
