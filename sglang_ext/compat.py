@@ -308,6 +308,16 @@ def reads_until_the_stream_is_done() -> Any:
     return SharedReadEnds.UNKNOWN
 
 
+def read_behind_the_graph(runner: Any) -> None:
+    """Say that SGLang's table is read behind the graph, too, which has just been queued.
+
+    The old release takes an event ahead of the graph for the last read, or else waits for the
+    stream. The new one has asked the attention backend.
+    """
+    if not IS_NEW:
+        runner.war_fastpath_read_done_event = None
+
+
 def set_real_tokens(batch: Any, tokens: int) -> None:
     """Say how many tokens of a forward batch are no padding."""
     name = "global_num_token_non_padded_cpu" if IS_NEW else "num_token_non_padded_cpu"

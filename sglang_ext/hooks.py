@@ -68,6 +68,9 @@ def run_step(
 
     if batch.forward_mode.is_decode():
         result = rank.run_decode(batch.reqs, batch.seq_lens_cpu.tolist(), forward)
+        plan = getattr(result, "cache_rank_plan", None)
+        if plan is not None and plan.shipping:
+            compat.read_behind_the_graph(worker.model_runner)
     else:
         result = rank.run_other(batch.reqs, forward)
     if result.logits_output is not None:

@@ -221,6 +221,19 @@ def test_new_weights_do_not_bring_new_graphs(rank: Mock, recaptures: bool) -> No
     assert rank.on_weights_updated.called is not recaptures
 
 
+@pytest.mark.releases
+@pytest.mark.parametrize("ships", [False, True])
+def test_who_rewrites_the_table_waits_for_a_prompt_that_is_shipped(rank: Mock, ships: bool) -> None:
+    worker, batch = Mock(), Mock()
+    rank.run_decode.return_value.logits_output = None
+    before_the_graph = worker.model_runner.war_fastpath_read_done_event
+    rank.run_decode.return_value.cache_rank_plan.shipping = ["a prompt"] if ships else []
+    hooks.run_step(Mock(), worker, batch)
+    event = worker.model_runner.war_fastpath_read_done_event
+    # The new release asks the attention backend, and never takes the event.
+    assert event is (None if ships and not compat.IS_NEW else before_the_graph)
+
+
 @pytest.mark.parametrize(("mode", "retracts"), [("retract", True), ("in_place", False)])
 def test_orphans_leave_the_batch_before_a_pause_takes_their_last_result(
     rank: Mock, mode: str, retracts: bool

@@ -237,7 +237,8 @@ ATTRIBUTES = {
     "model_executor.model_runner.ModelRunner": (
         "memory_saver_adapter model model_config page_size prefill_cuda_graph_runner "
         "req_to_token_pool server_args token_to_kv_pool token_to_kv_pool_allocator"
-    ),
+    )
+    + ("" if compat.IS_NEW else " war_fastpath_read_done_event"),
     "plugins.hook_registry.HookRegistry": "_hooks _patched",
     "runtime_context.ParallelContext": "tp_rank",
     "sampling.sampling_params.SamplingParams": (
