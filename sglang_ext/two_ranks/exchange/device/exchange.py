@@ -28,7 +28,7 @@ from sglang_ext.two_ranks.exchange.base import Exchange, ExchangeCounters
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError, Connection
 from sglang_ext.two_ranks.exchange.device.gate import DeviceGate, StepTimes
 from sglang_ext.two_ranks.exchange.device.transfers import make_transfers
-from sglang_ext.two_ranks.exchange.pinned_ring import RING_ENTRIES
+from sglang_ext.two_ranks.exchange.pinned_ring import RING_ENTRIES, DeviceToHostRing
 from sglang_ext.two_ranks.exchange.slots import ExchangedRow, SlotBuffers
 from sglang_ext.two_ranks.lifecycle import SparseSequence
 
@@ -143,19 +143,35 @@ class InflightSteps:
             raise CacheRankDownError(f"no answer to step {oldest.step} in {late:.1f} s")
 
 
-@dataclasses.dataclass(slots=True)
-class _Attending:
-    """A verification by the cache rank.
+class Verifications:
+    """Those by the cache rank that a device has come to, and that it is done with.
 
-    Attributes:
-        begun: when the device has come to it.
-        ended: when the device is done with it; None while it is being queued.
-        since: when it was first seen to have begun and not to have ended.
+    Whoever looks for a late one reads host memory alone: the driver may hold up a thread that asks
+    for an event while another one queues more than it takes.
     """
 
-    begun: torch.cuda.Event
-    ended: torch.cuda.Event | None = None
-    since: float | None = None
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        self._number = torch.zeros(1, dtype=torch.int64, device=device)
+        self._begun, self._ended = (DeviceToHostRing(self._number) for _ in range(2))
+        self._timeout = timeout
+        self._waiting_since: tuple[int, float] | None = None
+
+    def begin(self) -> None:
+        self._number += 1
+        self._begun.post(self._number)
+
+    def end(self) -> None:
+        self._ended.post(self._number)
+
+    def check_deadline(self) -> None:
+        """Raise CacheRankDownError if one has been under way for too long."""
+        number, now = self._begun.newest, time.monotonic()
+        if number <= self._ended.newest:
+            return
+        if self._waiting_since is None or self._waiting_since[0] != number:
+            self._waiting_since = number, now
+        if (late := now - self._waiting_since[1]) > self._timeout:
+            raise CacheRankDownError(f"a verification is not answered in {late:.1f} s")
 
 
 class DeviceExchange(Exchange):
@@ -181,7 +197,7 @@ class DeviceExchange(Exchange):
         self._waits_for_itself = any(message.same_step for message in config.layer_messages)
         self._queued = 0
         self._awaited: dict[int, int] = {}  # by step, whose answers its forward pass waits for
-        self._attending: deque[_Attending] = deque()
+        self._verifications = Verifications(slots.device, connection.timeout)
         self._is_closed = False
         self._times: list[StepTimes] = []
         self._traced_steps: set[int] = set()
@@ -192,8 +208,10 @@ class DeviceExchange(Exchange):
         gate.open()
 
     def _warm_up(self) -> None:
-        """Run the kernels of shipments once, so that no request waits for them to compile."""
+        """Run kernels of shipments and verifications, so that no request waits for a compiler."""
         config, slots = self._config, self._slots
+        self._verifications.begin()
+        self._verifications.end()
         row = torch.zeros(1, dtype=torch.int64, device=slots.device)
         shipment = self._make_room(config.model.bytes_per_token)
         shipment = shipment.view(config.model.torch_dtype).view(bulk_shape(config, 1))
@@ -262,9 +280,7 @@ class DeviceExchange(Exchange):
 
     def begin_attending(self, rows: list[Row], width: int) -> None:
         super().begin_attending(rows, width)
-        begun = torch.cuda.Event()
-        begun.record()
-        self._attending.append(_Attending(begun))
+        self._verifications.begin()
         assert self._answer is not None
         with self.connection.link.in_background():
             self._answer.buffer.record_stream(torch.cuda.current_stream())
@@ -276,9 +292,7 @@ class DeviceExchange(Exchange):
         return answer
 
     def end_attending(self) -> None:
-        ended = torch.cuda.Event()
-        ended.record()
-        self._attending[-1].ended = ended
+        self._verifications.end()
 
     def restore(self, names: list[int], pool_rows: Tensor, forward: Any = None) -> None:
         # What is queued may still read these rows. It ends by itself, if it takes its time.
@@ -360,17 +374,4 @@ class DeviceExchange(Exchange):
     def _check_deadline(self) -> None:
         """Look for overdue answers, in the supervisor's thread; see InflightSteps."""
         self._inflight.check_deadline(self._transfers.outcomes.newest, self._gate.begun.newest)
-        while self._attending:
-            oldest = self._attending[0]
-            if oldest.ended is None or not oldest.ended.query():
-                self._check_attending(oldest)
-                return
-            self._attending.popleft()
-
-    def _check_attending(self, oldest: _Attending) -> None:
-        if not oldest.begun.query():
-            return
-        now = time.monotonic()
-        oldest.since = oldest.since or now
-        if (late := now - oldest.since) > self.connection.timeout:
-            raise CacheRankDownError(f"a verification is not answered in {late:.1f} s")
+        self._verifications.check_deadline()

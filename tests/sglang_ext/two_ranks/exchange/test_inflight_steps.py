@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from sglang_ext.request_state import RequestStatistics
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError
 from sglang_ext.two_ranks.exchange.device import exchange
-from sglang_ext.two_ranks.exchange.device.exchange import InflightSteps, Outcome
+from sglang_ext.two_ranks.exchange.device.exchange import InflightSteps, Outcome, Verifications
 from sglang_ext.two_ranks.exchange.slots import ExchangedRow
 from sglang_ext.two_ranks.lifecycle import SparseSequence
 
@@ -132,3 +133,26 @@ def test_requests_miss_a_step_whose_answers_have_not_been_applied() -> None:
     outcomes[7] = ([2, 2], [5, 5])
     assert reap(steps, outcomes) == [(1, 5), (2, 5)]
     assert missed(7, newest=7) == []
+
+
+def test_a_verification_under_way_for_too_long_means_that_too(
+    clock: Clock, device: torch.device
+) -> None:
+    verifications = Verifications(device, TIMEOUT)
+
+    def check_after(seconds: float, *queued: Callable[[], None]) -> None:
+        for queue in queued:
+            queue()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        clock.now += seconds
+        verifications.check_deadline()
+
+    check_after(0, verifications.begin)
+    check_after(TIMEOUT)
+    check_after(1, verifications.end)
+    check_after(TIMEOUT, verifications.begin)  # it is seen only now
+    check_after(TIMEOUT)
+    with pytest.raises(CacheRankDownError, match=r"not answered in 6\.0 s"):
+        check_after(1)
+    check_after(0, verifications.end)
