@@ -29,6 +29,7 @@ from cache_rank.protocol import (
     Flush,
     Load,
     Open,
+    Report,
     Restore,
     Row,
     Share,
@@ -320,6 +321,19 @@ def test_the_process_exits_when_its_standard_input_closes() -> None:
         assert process.wait(timeout=10) == 0
     finally:
         connection.close()
+
+
+def test_a_process_that_beats_but_handles_nothing_more_is_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sglang_ext.two_ranks.exchange.connection.BUSY_SECONDS", 1.0)
+    with closing(Connection("cache rank of a test", SETTINGS, LONG)) as connection:
+        connection.open(small_config(GQA))
+        reports: list[Report] = []
+        connection.control.send(Step(1, [Row(1, 1)]))  # it waits for tensors
+        with pytest.raises(CacheRankDownError, match="is stuck for 1 s"):
+            connection.watch(reports.append)
+        assert connection.process.poll() is None
 
 
 SILENCE_SECONDS = 5.0

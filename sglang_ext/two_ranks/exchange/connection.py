@@ -37,6 +37,9 @@ ENDING_SECONDS = 5.0
 STAND_BY_SECONDS = 1.0
 """While the process may not open yet, it is looked at this often."""
 
+BUSY_SECONDS = 30.0
+"""A process that beats but reports nothing for this long is stuck, in its driver for one."""
+
 POLL_SECONDS = 0.1
 """The watching thread looks at the process this often."""
 
@@ -171,11 +174,15 @@ class Connection:
         Raises:
             CacheRankDownError: why it ended.
         """
+        reported = time.monotonic()
         while True:
             message = self._reports.receive(POLL_SECONDS)
             if isinstance(message, Report):
+                reported = time.monotonic()
                 on_report(message)
             self._check_alive()
+            if (busy := time.monotonic() - reported) > BUSY_SECONDS:
+                raise CacheRankDownError(f"process {self.process.pid} is stuck for {busy:.0f} s")
             self.check()
 
     def _check_alive(self) -> None:
