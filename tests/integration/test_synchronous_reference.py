@@ -241,9 +241,16 @@ def test_selections_equal_the_synchronous_reference(served: Served) -> None:
     config = served.case.config(recorded_frequency(served.model))
     compared, different = replay(config, served.recorded)
     assert compared > len(responses) * 200
-    # Codes of one selection in hundreds are rounded otherwise, on some processors.
-    allowed = compared // 200 if served.case.score_keys == "sketch" else 0
-    assert len(different) <= allowed, different
+    if served.case.score_keys != "sketch":
+        assert not different
+    # By codes that a processor rounds otherwise, a token of thousands is another one.
+    others = [
+        len(set(one) - set(other))
+        for found, expected in different.values()
+        for one, other in zip(found, expected, strict=True)
+    ]
+    assert sum(others) <= compared * BUDGET // 2000, different
+    assert max(others, default=0) <= 1, different
 
 
 @served_with(DEFAULT)
