@@ -107,6 +107,7 @@ ABSENT_FLAGS = (
             "--startup-weight-load-mode",
             "--enable-unified-cache-external-linker",
             "--enable-pd-role-switch",
+            "--disaggregation-enable-kv-checksum",
         }
     )
 )

@@ -117,6 +117,8 @@ class ArrivalDrafts:
         depends_on_more = (
             *(getattr(request, name, False) for name in _REPORTED),
             request.custom_logit_processor,
+            request.lora_id,
+            request.grammar,
             params.json_schema or params.regex or params.ebnf or params.structural_tag,
             params.frequency_penalty or params.presence_penalty or params.repetition_penalty != 1,
             params.min_new_tokens or params.min_p,

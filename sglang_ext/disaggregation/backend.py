@@ -293,7 +293,8 @@ class CodedKVReceiver(CommonKVReceiver):
             return self.conclude_state
         arrival = self._arrival
         if arrival is None:
-            status = int(self.kv_mgr.check_status(self.bootstrap_room))
+            # Another request of this room may have taken it along.
+            status = int(self.kv_mgr.request_status.get(self.bootstrap_room, KVPoll.Failed))
             if status == KVPoll.Failed:
                 self.conclude_state = status
             return status
@@ -328,9 +329,11 @@ class CodedKVReceiver(CommonKVReceiver):
 
     def abort(self) -> None:
         """Receive no more; with rows, it counts as failed when nothing writes to them."""
-        if self._arrival is None and getattr(self, "bootstrap_infos", None):
-            self.send_metadata(np.empty(0, np.int64))  # so that the prefill server hears of it
         if self._arrival is None:
+            if getattr(self, "bootstrap_infos", None):
+                self.send_metadata(np.empty(0, np.int64))  # so that the prefill server hears of it
+            if self._arrival is not None:
+                self._arrival.fail("aborted")
             self._fail("aborted")
             return
         self._arrival.fail("aborted")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import socket
 import threading
@@ -19,6 +20,7 @@ from cache_rank.pages import PAGE_TOKENS
 from sglang_ext.disaggregation.codec import HostPages, PoolRows, memory_of, page_starts
 from sglang_ext.disaggregation.wire import (
     ALIVE_SECONDS,
+    SILENCE_SECONDS,
     Alive,
     Answer,
     End,
@@ -33,6 +35,9 @@ from sglang_ext.disaggregation.wire import (
 )
 
 logger = logging.getLogger(__name__)
+
+GREETED_AT_ONCE = 128
+"""So many connections prove at once, at most, that they know the secret; others wait."""
 
 FRAMES_AHEAD = 2
 """So many frames of a request are ready to be sent, at most, while another one is."""
@@ -54,6 +59,7 @@ class Listener:
         self._waiting: dict[int, tuple[Hello, Wire, float]] = {}
         self._refused: dict[int, tuple[str, float]] = {}
         self._lock = threading.Lock()
+        self._greeting = threading.Semaphore(GREETED_AT_ONCE)
         threading.Thread(target=self._accept, daemon=True, name="transfers").start()
 
     def take(self, room: int) -> tuple[Hello, Wire] | None:
@@ -92,15 +98,23 @@ class Listener:
                 logger.warning("cache rank: a transfer cannot begin: %s", error)
                 time.sleep(ALIVE_SECONDS)
                 continue
-            threading.Thread(target=self._greet, args=(connected, peer), daemon=True).start()
+            self._greeting.acquire()
+            try:
+                threading.Thread(target=self._greet, args=(connected, peer), daemon=True).start()
+            except RuntimeError as error:  # there are too many threads
+                logger.warning("cache rank: a transfer cannot begin: %s", error)
+                self._greeting.release()
+                connected.close()
 
     def _greet(self, connected: socket.socket, peer: Any) -> None:
         wire = Wire(connected)
         try:
+            wire.until = time.monotonic() + SILENCE_SECONDS
             number = wire.challenge()
             hello, theirs = wire.hear(self._secret, number)
             refused = self.why_not(hello)
             wire.answer(self._secret, number, theirs, Answer(refused))
+            wire.until = math.inf
             if refused is not None:
                 with self._lock:
                     self._refused[hello.room] = refused, time.monotonic()
@@ -109,6 +123,8 @@ class Listener:
             logger.warning("cache rank: a transfer to %s is refused: %s", peer[0], error)
             wire.close()
             return
+        finally:
+            self._greeting.release()
         self.drop(hello.room)
         with self._lock:
             self._waiting[hello.room] = hello, wire, time.monotonic()

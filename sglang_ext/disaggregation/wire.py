@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import math
 import os
 import secrets
 import socket
 import struct
+import time
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -140,7 +142,11 @@ def link_of_environment() -> RateLimit:
 
 
 class Wire:
-    """One end of a connection, after its handshake."""
+    """One end of a connection, after its handshake.
+
+    Attributes:
+        until: when the peer must have sent what is received now, by `time.monotonic`.
+    """
 
     def __init__(self, connected: socket.socket) -> None:
         # The system's deadlines: with Python's, each piece that comes would wait for Python's lock.
@@ -150,6 +156,7 @@ class Wire:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
+        self.until = math.inf
         self._frames = msgspec.msgpack.Decoder(Frame)
         self.sent_bytes = 0
 
@@ -177,6 +184,8 @@ class Wire:
         """Receive so many bytes."""
         with _wire_errors():
             while len(target):
+                if time.monotonic() > self.until:
+                    raise WireError("the peer is too slow")
                 if not (count := self._socket.recv_into(target, 0, socket.MSG_WAITALL)):
                     raise WireError("the peer has closed the connection")
                 target = target[count:]

@@ -98,6 +98,7 @@ TRANSFER_FLAGS = {
         "K and V come to the rows of SGLang's usual KV pool, for one request"
     ),
     "--speculative-algorithm": "K and V of drafts do not travel",
+    "--disaggregation-enable-kv-checksum": "codes are decoded to other numbers",
 }
 """Flags that our transfers do not allow, and why."""
 
@@ -245,7 +246,10 @@ def transfers(args: CacheRankFlags) -> Iterator[Objection]:
         yield Objection("--wire-codes", str(error), "pass bf16, quantspec, hack or lynx")
     if args.wire_drafts:
         yield from _wire_drafts(args)
-    if not _can_bind(args.cache_rank_address):
+    if not args.only_decodes and args.cache_rank_address in ("0.0.0.0", "::"):
+        why = "a server that decodes is told to connect to it"
+        yield Objection("--cache-rank-address", why, "pass the address of one interface")
+    elif not _can_bind(args.cache_rank_address):
         remedy = f"pass the address of one of its interfaces, or {DROP} for loopback"
         yield Objection("--cache-rank-address", "this machine has no such address", remedy)
     try:

@@ -8,6 +8,7 @@ from sglang_ext.flags import WIRE_CODES, WIRE_DRAFTS, WIRE_FORMATS
 from sglang_ext.requests.bodies import CACHE_RANK, is_misspelt, wish_of_body
 from sglang_ext.requests.bounds import (
     MOST_SAMPLES,
+    NOBODY,
     ONE_A_PROMPT,
     SET_BY_SGLANG,
     Limits,
@@ -43,6 +44,8 @@ def refuse_request(request: Any, limits: Limits, is_sparse: bool) -> None:
         value = getattr(request, name, None)
         for one in value if name in ONE_A_PROMPT and isinstance(value, list) else [value]:
             bound.check(name, one)
+    if limits.half is not None:
+        _refuse_meetings(request, limits.half, prompts)
     params = getattr(request, "sampling_params", None)
     for one in params if isinstance(params, list) else [params]:
         if one is not None:
@@ -95,6 +98,21 @@ def _refuse_other_lengths(name: str, value: Any, prompts: int | None) -> None:
         raise ValueError(f"{name}: a request of one prompt takes one value, not a list")
     if len(value) != prompts:
         raise ValueError(f"{name}: {len(value)} values for {prompts} prompts; give one for each")
+
+
+def _refuse_meetings(request: Any, half: str, prompts: int | None) -> None:
+    """Refuse rooms in which two halves of a disaggregation would not meet."""
+    hosts, rooms = (
+        value
+        if isinstance(value := getattr(request, name, None), list)
+        else [value] * (prompts or 1)
+        for name in ("bootstrap_host", "bootstrap_room")
+    )
+    for host, room in zip(hosts, rooms, strict=True):
+        if room == 0 and host != NOBODY:  # SGLang's metadata has it for no room
+            raise ValueError("bootstrap_room must be 1 or more")
+        if half == "decode" and room is not None and not (isinstance(host, str) and host):
+            raise ValueError("bootstrap_host must name the prefill server that has the room")
 
 
 def _refuse_params(params: Any, limits: Limits, prompts: int, is_sparse: bool) -> None:

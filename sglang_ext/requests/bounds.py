@@ -16,6 +16,12 @@ MOST_SAMPLES = 4096
 MOST_ALTERNATIVES = 256
 """The most likely tokens that come with each token of a prompt or an answer."""
 
+MOST_SENT_ALTERNATIVES = 128
+"""The same between two halves of a disaggregation: SGLang has room for so many."""
+
+NOBODY = "2.2.2.2"
+"""SGLang's FAKE_BOOTSTRAP_HOST, for requests that warm up half of a disaggregation."""
+
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 
@@ -34,6 +40,9 @@ class Limits(NamedTuple):
 
     labels: frozenset[str] = frozenset()
     """What clients may call their requests in metrics."""
+
+    half: str | None = None
+    """Whether the server only prefills or decodes: `prefill`, `decode`."""
 
 
 class Bound(NamedTuple):
@@ -165,7 +174,9 @@ def request_bounds(limits: Limits) -> dict[str, Bound]:
         # Log-probabilities.
         "return_logprob": FLAG,
         "logprob_start_len": integer(-1, limits.context),
-        "top_logprobs_num": integer(0, MOST_ALTERNATIVES),
+        "top_logprobs_num": integer(
+            0, MOST_SENT_ALTERNATIVES if limits.half else MOST_ALTERNATIVES
+        ),
         "token_ids_logprob": either(tokens, listed(tokens)),
         "multi_item_delimiter_indices": either(positions, listed(positions)),
         "token_indices_to_pool": either(positions, listed(positions)),

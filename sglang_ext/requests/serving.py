@@ -45,7 +45,8 @@ async def generate(
     """Refuse what cannot be served, and turn per-token statistics into one summary."""
     server, model = manager.server_args, manager.model_config
     labels = frozenset(getattr(server, "tokenizer_metrics_allowed_custom_labels", None) or ())
-    limits = Limits(model.vocab_size, model.context_len, labels)
+    half = None if server.disaggregation_mode == "null" else server.disaggregation_mode
+    limits = Limits(model.vocab_size, model.context_len, labels, half)
     refuse_request(request, limits, getattr(server, "is_sparse", False))
     heed_body(request)
     has_begun, said = False, dict[int, dict[str, Any]]()

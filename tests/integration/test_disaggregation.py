@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import pytest
@@ -115,6 +115,18 @@ def test_servers_that_are_asked_for_different_prompts_say_so(servers: Servers) -
         with pytest.raises(ServerError, match="has 30 tokens, and 110 are awaited"):
             other.result()
     wait_until(lambda: rows_are_free(servers.inline), 5)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"bootstrap_host": None}, {"bootstrap_room": 0}, {"top_logprobs_num": 200}], ids=str
+)
+def test_requests_that_would_end_or_stall_a_half_are_refused(
+    servers: Servers, wrong: dict[str, Any]
+) -> None:
+    half = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers.fast.bootstrap_port}
+    half |= {"bootstrap_room": 1 << 41, "return_logprob": True}
+    with pytest.raises(ServerError, match=f"answers 400: .*{next(iter(wrong))}"):
+        servers.plain.generate(PROMPTS[1], 4, **half | wrong)
 
 
 def test_requests_that_are_aborted_leave_nothing(servers: Servers) -> None:

@@ -134,6 +134,11 @@ TRANSFER_CASES: list[tuple[str, dict[str, Any]]] = [
     ("--wire-codes", {"wire_codes": "mosaickv"}),
     ("--wire-drafts", {"wire_drafts": 65}),
     ("--cache-rank-address", {"cache_rank_address": "not.an.address.invalid"}),
+    ("--cache-rank-address", {"cache_rank_address": "0.0.0.0"}),
+    *(
+        ("--disaggregation-enable-kv-checksum", {"disaggregation_enable_kv_checksum": True})
+        for _ in range(compat.IS_NEW)
+    ),
 ]
 GPU_CASES: list[tuple[int, Object, str, dict[str, Any]]] = [
     (2, servers.sparse_decode, "--attention-backend", {"attention_backend": "trtllm_mha"}),

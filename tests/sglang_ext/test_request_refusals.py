@@ -8,14 +8,17 @@ from typing import Any
 import pytest
 
 from sglang_ext.requests import CACHE_RANK, refuse_request
-from sglang_ext.requests.bounds import Limits
+from sglang_ext.requests.bounds import NOBODY, Limits
+
+# After ours, which makes SGLang importable without a GPU.
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST  # isort: skip
 
 LIMITS = Limits(vocabulary=300, context=2048)
 CUSTOM = "custom_params"
 
 
-def refuse(is_sparse: bool = True, **request: Any) -> None:
-    refuse_request(SimpleNamespace(**request), LIMITS, is_sparse)
+def refuse(is_sparse: bool = True, half: str | None = None, **request: Any) -> None:
+    refuse_request(SimpleNamespace(**request), LIMITS._replace(half=half), is_sparse)
 
 
 @pytest.mark.parametrize(
@@ -78,3 +81,31 @@ def test_embeddings_are_refused_where_tokens_are_needed(name: str) -> None:
     refuse(is_sparse=False, **{name: [[0.5]]})
     with pytest.raises(ValueError, match=f"{name}: .* send input_ids"):
         refuse(is_sparse=True, **{name: [[0.5]]})
+
+
+MEETING: dict[str, Any] = {"bootstrap_host": "127.0.0.1", "bootstrap_room": 7}
+
+
+@pytest.mark.parametrize(
+    ("half", "request_", "said"),
+    [
+        ("decode", {"bootstrap_host": None}, "bootstrap_host must name the prefill server"),
+        ("decode", {"text": ["a", "b"], "bootstrap_host": ["x", None]}, "bootstrap_host must name"),
+        ("decode", {"bootstrap_room": 0}, "bootstrap_room must be 1 or more"),
+        ("prefill", {"text": ["a", "b"], "bootstrap_room": [7, 0]}, "bootstrap_room must be 1"),
+        ("prefill", {"top_logprobs_num": 129}, "top_logprobs_num must be an integer from 0 to 128"),
+    ],
+)
+def test_half_of_a_disaggregation_refuses_what_would_end_or_stall_it(
+    half: str, request_: dict[str, Any], said: str
+) -> None:
+    refuse(**MEETING | request_)
+    refuse(half=half, **MEETING)
+    with pytest.raises(ValueError, match=said):
+        refuse(half=half, **MEETING | request_)
+
+
+@pytest.mark.parametrize("half", ["prefill", "decode"])
+def test_a_half_that_warms_up_meets_nobody(half: str) -> None:
+    assert NOBODY == FAKE_BOOTSTRAP_HOST
+    refuse(half=half, bootstrap_host=NOBODY, bootstrap_room=0)

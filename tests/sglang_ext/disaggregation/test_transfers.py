@@ -443,6 +443,25 @@ def test_a_silent_peer_is_given_up(servers: Servers, monkeypatch: pytest.MonkeyP
     departure.fail("done")
 
 
+def test_a_peer_that_sends_a_byte_at_a_time_is_given_up(
+    servers: Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(departing, "SILENCE_SECONDS", 0.5)
+    with socket.create_connection((servers.listener.address, servers.listener.port)) as peer:
+        peer.settimeout(0.1)
+
+        def is_ended() -> bool:
+            try:
+                peer.send(b"x")
+                return peer.recv(1024) == b""
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        wait_until(is_ended, 5)
+
+
 def test_connections_that_no_request_wants_are_dropped(servers: Servers) -> None:
     arrival = servers.arrive(9, draw_rows(5, 0))
     wait_until(lambda: 9 in servers.listener._waiting, 5)
