@@ -5,7 +5,7 @@ In each layer that the cache rank holds
 
     queries of the round's tokens go up; the cache rank attends to the tokens before them, all of
     which it holds, and sends back outputs and log-sum-exps
-    meanwhile other requests attend to all of theirs by SGLang's kernels
+    meanwhile other requests, if there are any, attend to all of theirs by SGLang's kernels
     the tokens of a round attend to each other here, causally, and both parts are merged by their
     log-sum-exps
 
@@ -29,6 +29,7 @@ from typing import Any, TypeVar
 
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 
 from cache_rank.channels.control import ControlError
@@ -62,7 +63,8 @@ class _Pass:
         on_host: the same two.
         exchange: None once there is no cache rank.
         failure: what ended it in this pass.
-        view: the batch, as SGLang's kernels see it in layers that the cache rank holds.
+        view: the batch, as SGLang's kernels see it in layers that the cache rank holds; None where
+            all requests are attended to there.
     """
 
     width: int
@@ -173,8 +175,9 @@ class VerifyingBackend(AroundDenseKernels):
         assert self._pass is not None
         if self._for_dense_layers is not None:
             self._for_dense_layers.init_forward_metadata(forward_batch)
-        self._pass.view = self._pass.without_held_tokens(forward_batch)
-        self._dense.init_forward_metadata(self._pass.view)
+        if len(self._pass.index) < forward_batch.batch_size:
+            self._pass.view = self._pass.without_held_tokens(forward_batch)
+            self._dense.init_forward_metadata(self._pass.view)
 
     def forward_extend(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._forward("forward_extend", *args, **kwargs)
@@ -208,7 +211,13 @@ class VerifyingBackend(AroundDenseKernels):
             k, v = k.clone(), v.clone()
         asked = queries[this.index]
         answer = this.while_up(lambda exchange: exchange.attend(asked))
-        output = getattr(self._dense, kind)(q, k, v, layer, this.view, save_kv_cache, **kwargs)
+        if this.view is None:
+            output = torch.empty_like(q)
+            if save_kv_cache:
+                rows = KVWriteLoc(forward_batch.out_cache_loc, None)
+                self.token_to_kv_pool.set_kv_buffer(layer, rows, k, v, layer.k_scale, layer.v_scale)
+        else:
+            output = getattr(self._dense, kind)(q, k, v, layer, this.view, save_kv_cache, **kwargs)
         older = None
         if answer is not None:
             older = this.while_up(lambda exchange: _received(answer, exchange))
