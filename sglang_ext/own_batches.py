@@ -22,6 +22,9 @@ from sglang_ext import compat
 REQUESTS_ON_GPU, REQUESTS_ON_CPU = 32, 2
 """Requests of the steps that are measured, at most."""
 
+FIRST_SLOT = 1
+"""SGLang has slot 0 for what pads batches."""
+
 LONGEST = 8192
 """Tokens of each, at most."""
 
@@ -94,11 +97,11 @@ def as_extend(batch: ForwardBatch, lengths: Lengths, width: int) -> None:
 def measured_load(runner: Any) -> tuple[int, int]:
     """How many requests are measured, and the tokens of each, in whole pages."""
     on_gpu = torch.device(runner.device).type == "cuda"
-    table, pool = runner.req_to_token_pool.req_to_token, runner.token_to_kv_pool_allocator
-    requests = min(REQUESTS_ON_GPU if on_gpu else REQUESTS_ON_CPU, len(table))
+    slots, pool = runner.req_to_token_pool, runner.token_to_kv_pool_allocator
+    requests = min(REQUESTS_ON_GPU if on_gpu else REQUESTS_ON_CPU, slots.size)
     if (captured := getattr(runner.decode_cuda_graph_runner, "max_bs", None)) is not None:
         requests = min(requests, captured)
-    longest = min(LONGEST, int(runner.model_config.context_len), table.shape[1])
+    longest = min(LONGEST, int(runner.model_config.context_len), slots.req_to_token.shape[1])
     length = min(longest, pool.available_size() // requests)
     page = int(pool.page_size)
     return requests, length // page * page
@@ -106,9 +109,10 @@ def measured_load(runner: Any) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def taking(runner: Any, requests: int, length: int) -> Iterator[Tensor]:
-    """Give the first request slots pool rows for a while, (requests, length) int64."""
+    """Give request slots pool rows for a while, (requests, length) int64, from FIRST_SLOT on."""
     allocator = runner.token_to_kv_pool_allocator
-    table, slots = runner.req_to_token_pool.req_to_token, slice(requests)
+    table = runner.req_to_token_pool.req_to_token
+    slots = slice(FIRST_SLOT, FIRST_SLOT + requests)
     taken = allocator.alloc(requests * length)
     rows = taken.view(requests, length)
     table[slots, :length] = rows.to(table.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sglang_ext.inline.selection import NEVER, Selection
-from sglang_ext.own_batches import Lengths, decode_batch, measured_load, taking
+from sglang_ext.own_batches import FIRST_SLOT, Lengths, decode_batch, measured_load, taking
 from sglang_ext.payoff import Payoff, StepTime, VerificationTime
 
 Verify = Callable[[Tensor, Tensor, Tensor, Lengths, Tensor], Any]
@@ -82,8 +82,7 @@ class _Steps:
 
     def decode(self, tokens: int, is_sparse: bool) -> float:
         """Seconds of a decode step of requests of so many tokens."""
-        requests = len(self._rows)
-        zeros, slots, lengths = self._requests(requests, tokens)
+        zeros, slots, lengths = self._requests(len(self._rows), tokens)
         rows = self._rows[:, tokens - 1]
 
         def make() -> Callable[[], Any]:
@@ -92,12 +91,12 @@ class _Steps:
 
         before, sparse_from = self._selection.step_is_sparse, self._selection.sparse_from
         self._selection.step_is_sparse = is_sparse
-        sparse_from[:requests] = 0 if is_sparse else NEVER
+        sparse_from[slots] = 0 if is_sparse else NEVER
         try:
             return self._time(make)
         finally:
             self._selection.step_is_sparse = before
-            sparse_from[:requests] = NEVER
+            sparse_from[slots] = NEVER
 
     def verify(self, verify: Verify, requests: int, tokens: int, width: int) -> float:
         """Seconds of a verification, after which requests have so many tokens."""
@@ -108,9 +107,9 @@ class _Steps:
         return self._time(lambda: functools.partial(verify, *of_step))
 
     def _requests(self, count: int, tokens: int) -> tuple[Tensor, Tensor, Lengths]:
-        """Token 0 for each of the first slots, these, and their lengths."""
+        """Token 0 for each of the first slots that requests have, these, and their lengths."""
         host, device = torch.full((count,), tokens, dtype=torch.int64), self._runner.device
-        slots = torch.arange(count, device=device)
+        slots = torch.arange(FIRST_SLOT, FIRST_SLOT + count, device=device)
         return torch.zeros_like(slots), slots, Lengths(host.to(device), host)
 
     @torch.inference_mode()

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_ext.own_batches import Lengths, decode_batch, measured_load, taking
+from sglang_ext.own_batches import FIRST_SLOT, Lengths, decode_batch, measured_load, taking
 from sglang_ext.payoff import Payoff, StepTime, say_from_where
 from sglang_ext.server_args import CacheRankServerArgs
 from sglang_ext.two_ranks import inference_rank
@@ -122,7 +122,7 @@ class _Steps:
 
     def __init__(self, runner: Any, rank: InferenceRank, rows: Tensor) -> None:
         self._runner, self._rank, self._rows = runner, rank, rows
-        self._slots = torch.arange(len(rows), device=rows.device)
+        self._slots = torch.arange(FIRST_SLOT, FIRST_SLOT + len(rows), device=rows.device)
 
     def dense(self, tokens: int) -> float:
         """Seconds of a step of requests that have so many tokens and stay dense."""
@@ -151,7 +151,7 @@ class _Steps:
 
     def _requests(self, tokens: int) -> list[_Request]:
         params = SimpleNamespace(custom_params=None, max_new_tokens=len(self._rows[0]))
-        return [_Request(slot, params, range(tokens)) for slot in range(len(self._rows))]
+        return [_Request(slot, params, range(tokens)) for slot in self._slots.tolist()]
 
     @torch.inference_mode()
     def _time(self, requests: list[_Request], tokens: int) -> float:
