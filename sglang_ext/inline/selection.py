@@ -49,6 +49,7 @@ class Selection:
             row_table: (request slots, context) int32, SGLang's `req_to_token`.
         """
         self._sinks, self._recent = args.sink_tokens, args.recent_tokens
+        self._batch_invariant = args.enable_deterministic_inference
         self._shape = sketch_shape(heads.head_dim, args.sketch_bits)
         self.moments: list[KeyMoments] | None = None
         self.step_is_sparse = True
@@ -180,8 +181,19 @@ class Selection:
         """
         out = torch.empty_like(queries)
         of_step = self._row_table, slots, lengths, self.sparse_from, self._budgets
-        always = self._sinks + self._recent
-        attend_rows(queries, keys, values, picked, *of_step, always, scale, out, k_scale, v_scale)
+        attend_rows(
+            queries,
+            keys,
+            values,
+            picked,
+            *of_step,
+            always=self._sinks + self._recent,
+            scale=scale,
+            out=out,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            batch_invariant=self._batch_invariant,
+        )
         return out
 
 

@@ -77,9 +77,9 @@ def a_step(
     )
 
 
-def attended(implementation: Any, step: Step, **scales: float) -> Tensor:
+def attended(implementation: Any, step: Step, **options: float) -> Tensor:
     out = torch.empty(step.queries.shape, dtype=step.queries.dtype, device=step.queries.device)
-    implementation.attend_rows(*step, out, **scales)
+    implementation.attend_rows(*step, out, **options)
     return out
 
 
@@ -124,6 +124,23 @@ def test_lengths_around_blocks_and_splits(device: torch.device) -> None:
 
 def test_a_long_dense_request_beside_sparse_ones(device: torch.device) -> None:
     assert_same(a_step([800, 1000, 700], device, always_dense=(1,)))
+
+
+def test_rounding_depends_on_no_other_request_where_it_must_not(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "LAUNCH", triton.LAUNCH._replace(programs=12))
+    step = a_step([1000, 650, 90, 800, 2000, 700], device)
+    first: Any = {
+        name: getattr(step, name)[:1]
+        for name in ("queries", "picked", "slots", "lengths", "budgets")
+    }
+    for invariant in (True, False):
+        alone, together = (
+            attended(triton, each, batch_invariant=invariant)
+            for each in (step._replace(**first), step)
+        )
+        assert torch.equal(alone, together[:1]) is invariant
 
 
 @pytest.mark.parametrize("pool_dtype", [torch.bfloat16, torch.float8_e4m3fn])

@@ -25,6 +25,7 @@ def attend_rows(
     out: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    batch_invariant: bool = False,
 ) -> None:
     """Attend to the tokens of a decode step.
 
@@ -43,6 +44,7 @@ def attend_rows(
         scale: factor on the logits.
         out: (B, Hq, D), written in place.
         k_scale, v_scale: factors on the keys and values of an FP8 pool.
+        batch_invariant: whether rounding, too, must depend on nothing but the request.
     """
     kv_heads = keys.shape[1]
     head = torch.arange(kv_heads, device=keys.device).unsqueeze(-1)

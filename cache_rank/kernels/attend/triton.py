@@ -76,6 +76,7 @@ def attend_rows(
     out: Tensor,
     k_scale: float = 1.0,
     v_scale: float = 1.0,
+    batch_invariant: bool = False,
 ) -> None:
     """See the reference. D is a power of two, and G is at most 16.
 
@@ -92,7 +93,9 @@ def attend_rows(
     assert out.is_contiguous()
     assert row_table.stride(1) == 1
     launch, units = LAUNCH, requests * kv_heads
-    splits = min(launch.most_splits, max(1, launch.programs // units))
+    splits = launch.most_splits
+    if not batch_invariant:  # sums over tokens are cut as suits the number of requests
+        splits = min(splits, max(1, launch.programs // units))
     if splits == 1 and units <= ONE_EACH.programs and head_dim * keys.itemsize <= _SHORT:
         launch = ONE_EACH
     block = launch.block

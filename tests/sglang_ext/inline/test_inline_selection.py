@@ -20,7 +20,13 @@ SCALE = HEAD_DIM**-0.5
 
 def arguments(budget: int | BudgetCurve) -> Any:
     curve = BudgetCurve.flat(budget) if isinstance(budget, int) else budget
-    return SimpleNamespace(sink_tokens=2, recent_tokens=4, budget_curve=curve, sketch_bits=2)
+    return SimpleNamespace(
+        sink_tokens=2,
+        recent_tokens=4,
+        budget_curve=curve,
+        sketch_bits=2,
+        enable_deterministic_inference=False,
+    )
 
 
 class Pool:
