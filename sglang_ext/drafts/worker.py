@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from torch import Tensor
@@ -74,12 +75,15 @@ class DraftWorker(BaseSpecWorker):
         self._args = server_args
         self._width = int(server_args.speculative_num_draft_tokens)
         self._forced = ForcedAcceptance()
+        self._tp_group = get_parallel().tp_group
         self.forwards = Forwards(target_worker.model_runner, self._width)
 
     def init_cuda_graphs(self) -> None:
         rank = selecting.rank()
         assert rank is not None
-        self.forwards.capture(rank.draft_backend(self._target_worker.model_runner))
+        runner = self._target_worker.model_runner
+        self.forwards.capture(rank.draft_backend(runner))
+        self._tp_group.broadcast(torch.zeros(1, device=runner.device))  # the first connects
 
     def forward_batch_generation(
         self, batch: Any, on_publish: Publish | None = None, pp_proxy_tensors: Any = None
@@ -166,7 +170,7 @@ class DraftWorker(BaseSpecWorker):
             functools.partial(self.forwards.verify, tokens, positions, slots, lengths, rows)
         )
         logits = output.logits_output.next_token_logits
-        verified = draw(logits, sampling, sampling.sampling_seed, positions.flatten())
+        verified = self._draw(logits, sampling, positions.flatten())
         right = accepted(drafted[:, 1:], verified.view(-1, self._width))
         counts = self._forced(right, drafts) + 1
         publish(lengths.device + counts)
@@ -198,8 +202,18 @@ class DraftWorker(BaseSpecWorker):
             forward = functools.partial(self.forwards.decode, *of_step)
             output = run(batch.reqs, after.host.tolist(), forward)
             logits = output.logits_output.next_token_logits
-            tokens.append(draw(logits, sampling, sampling.sampling_seed, positions[:, step]))
+            tokens.append(self._draw(logits, sampling, positions[:, step]))
         return torch.stack(tokens, dim=1), output
+
+    def _draw(self, logits: Tensor, sampling: Any, positions: Tensor) -> Tensor:
+        """Draw tokens, the same on all tensor-parallel ranks.
+
+        Each may round sums of probabilities otherwise. So all take what the first has drawn.
+        """
+        drawn = draw(logits, sampling, sampling.sampling_seed, positions)
+        if not sampling.is_all_greedy:
+            self._tp_group.broadcast(drawn)
+        return drawn
 
     def _result(self, batch: Any, output: Any) -> GenerationBatchResult:
         result = GenerationBatchResult(

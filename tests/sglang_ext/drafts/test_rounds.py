@@ -13,7 +13,7 @@ from sglang_ext.drafts import sampling
 from sglang_ext.drafts.acceptance import ForcedAcceptance, accepted
 from sglang_ext.drafts.forwards import Forwards
 from sglang_ext.drafts.noise import murmur_hash32
-from sglang_ext.drafts.worker import CurrentTokens
+from sglang_ext.drafts.worker import CurrentTokens, DraftWorker
 from sglang_ext.own_batches import Lengths
 
 
@@ -166,3 +166,17 @@ def test_each_forward_pass_has_graphs_of_its_own() -> None:
         ("verify", 4, [10, 11, 20, 21]),
         (None, 4, [10, 11, 20, 21]),
     ]
+
+
+@pytest.mark.parametrize("is_all_greedy", [True, False])
+@torch.compiler.set_stance("force_eager")
+def test_tensor_parallel_ranks_take_what_the_first_has_drawn(
+    is_all_greedy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang.srt.layers.sampler.murmur_hash32", murmur_hash32)
+    worker: Any = object.__new__(DraftWorker)
+    worker._tp_group = SimpleNamespace(broadcast=lambda tokens: tokens.fill_(3))
+    logits, info = torch.randn(2, 50), sampling_info(is_all_greedy=is_all_greedy)
+    info.sampling_seed = torch.tensor([5, 6])
+    drawn = worker._draw(logits.clone(), info, torch.tensor([10, 10]))
+    assert drawn.tolist() == (logits.argmax(-1).tolist() if is_all_greedy else [3, 3])
