@@ -86,14 +86,20 @@ def commit_drafts(original: Callable[..., None], queue: Any, waiting: Any) -> No
             manager.drafts.drop(drafting)
 
 
-def sketch_resumed(resumed: list[Any], queue: Any, *_: Any, **__: Any) -> None:
-    """Write sketches of requests whose K and V come back from the host, to other rows."""
+def after_resuming(resumed: list[Any], queue: Any, *_: Any, **__: Any) -> None:
+    """Write sketches of requests whose K and V come back from the host, to other rows.
+
+    While some cannot, SGLang does not ask what else arrives, which waits in memory that all share.
+    """
     if queue.transfer_backend.value != TRANSFERS:
         return
     for request in resumed:
         state = compat.pool_state(request)
         rows = queue.req_to_token_pool.req_to_token[state.req_pool_idx, : request.seqlen - 1]
         queue.kv_manager.sketch(rows.long())
+    if queue.retracted_queue:
+        for waiting in queue.scheduler.disagg_decode_transfer_queue.queue:
+            waiting.kv_receiver.poll()
 
 
 def keep_retracted(original: Callable[..., None], request: Any, *args: Any, **kwargs: Any) -> None:
@@ -165,7 +171,7 @@ TRANSFER_HOOKS = (
     Hook(
         f"{_QUEUES['decode']}.resume_retracted_reqs",
         HookType.AFTER,
-        sketch_resumed,
+        after_resuming,
         "K and V come back from the host to other rows",
     ),
     Hook(

@@ -82,7 +82,7 @@ HOOKED_PARAMETERS = {
     "attach_pool": "self",
     "choose_codes": "self req",
     "note_request": "",
-    "sketch_resumed": "self",
+    "after_resuming": "self",
     "draft": "self",
     "commit_drafts": "self decode_req",
 }

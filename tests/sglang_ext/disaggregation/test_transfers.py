@@ -9,6 +9,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from sglang_ext.disaggregation import departing, wire
 from sglang_ext.disaggregation.arriving import Arrival
 from sglang_ext.disaggregation.codec import BUFFERS, HostPages, PageCodec, PoolRows
 from sglang_ext.disaggregation.departing import Departure, Listener
+from sglang_ext.disaggregation.hooks import after_resuming
 from sglang_ext.disaggregation.wire import (
     SECRET_VARIABLE,
     Alive,
@@ -34,7 +36,7 @@ from sglang_ext.disaggregation.wire import (
     link_of_environment,
     secret_of_environment,
 )
-from sglang_ext.flags import WIRE_FORMATS
+from sglang_ext.flags import TRANSFERS, WIRE_FORMATS
 
 LAYERS, HEADS, WIDTH, ROWS = 3, 2, 64, 3000
 SECRET, METADATA = b"s" * 64, bytes(range(48))
@@ -486,3 +488,20 @@ def test_frames_without_payload_are_not_waited_for(servers: Servers) -> None:
         departure._wire.send(Alive(), None, link_of_environment())
     sent_in_chunks(departure, draw_rows(5, 1))
     ends(arrival, "here")
+
+
+@pytest.mark.parametrize("retracted", [0, 1])
+def test_prompts_go_on_to_arrive_while_a_retracted_request_waits(retracted: int) -> None:
+    asked: list[int] = []
+    waiting = [
+        SimpleNamespace(kv_receiver=SimpleNamespace(poll=functools.partial(asked.append, number)))
+        for number in range(2)
+    ]
+    scheduler = SimpleNamespace(disagg_decode_transfer_queue=SimpleNamespace(queue=waiting))
+    queue = SimpleNamespace(
+        scheduler=scheduler,
+        retracted_queue=["a request"] * retracted,
+        transfer_backend=SimpleNamespace(value=TRANSFERS),
+    )
+    after_resuming([], queue)
+    assert asked == [0, 1] * retracted
