@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import socket
 import threading
@@ -20,7 +19,6 @@ from cache_rank.pages import PAGE_TOKENS
 from sglang_ext.disaggregation.codec import HostPages, PoolRows, memory_of, page_starts
 from sglang_ext.disaggregation.wire import (
     ALIVE_SECONDS,
-    SILENCE_SECONDS,
     Alive,
     Answer,
     End,
@@ -107,21 +105,19 @@ class Listener:
                 connected.close()
 
     def _greet(self, connected: socket.socket, peer: Any) -> None:
-        wire = Wire(connected)
         try:
-            wire.until = time.monotonic() + SILENCE_SECONDS
+            wire = Wire(connected)
             number = wire.challenge()
             hello, theirs = wire.hear(self._secret, number)
             refused = self.why_not(hello)
             wire.answer(self._secret, number, theirs, Answer(refused))
-            wire.until = math.inf
             if refused is not None:
                 with self._lock:
                     self._refused[hello.room] = refused, time.monotonic()
                 raise WireError(refused)
         except WireError as error:
             logger.warning("cache rank: a transfer to %s is refused: %s", peer[0], error)
-            wire.close()
+            connected.close()
             return
         finally:
             self._greeting.release()

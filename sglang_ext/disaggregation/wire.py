@@ -142,10 +142,9 @@ def link_of_environment() -> RateLimit:
 
 
 class Wire:
-    """One end of a connection, after its handshake.
+    """One end of a connection.
 
-    Attributes:
-        until: when the peer must have sent what is received now, by `time.monotonic`.
+    The peer may be silent for SILENCE_SECONDS, and has as long for all that it says in a handshake.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -156,7 +155,7 @@ class Wire:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
-        self.until = math.inf
+        self._until = math.inf
         self._frames = msgspec.msgpack.Decoder(Frame)
         self.sent_bytes = 0
 
@@ -184,7 +183,7 @@ class Wire:
         """Receive so many bytes."""
         with _wire_errors():
             while len(target):
-                if time.monotonic() > self.until:
+                if time.monotonic() > self._until:
                     raise WireError("the peer is too slow")
                 if not (count := self._socket.recv_into(target, 0, socket.MSG_WAITALL)):
                     raise WireError("the peer has closed the connection")
@@ -212,6 +211,7 @@ class Wire:
         Raises:
             WireError: the peer refuses, or does not know the secret.
         """
+        self._until = time.monotonic() + SILENCE_SECONDS
         theirs, ours = self._receive_bytes(_NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
         text = msgspec.msgpack.encode(hello)
         with _wire_errors():
@@ -219,6 +219,7 @@ class Wire:
             self._send_text(text)
             self._socket.sendall(_tag(secret, b"decode", theirs, ours, text))
         tag, text = self._receive_bytes(_TAG_BYTES), self._receive_text()
+        self._until = math.inf
         if not hmac.compare_digest(tag, _tag(secret, b"prefill", theirs, ours, text)):
             raise WireError(f"the prefill server does not know our {SECRET_VARIABLE}")
         answer = _decoded(msgspec.msgpack.Decoder(Answer), text)
@@ -238,8 +239,10 @@ class Wire:
         Raises:
             WireError: it does not know the secret.
         """
+        self._until = time.monotonic() + SILENCE_SECONDS
         theirs = self._receive_bytes(_NUMBER_BYTES)
         text, tag = self._receive_text(), self._receive_bytes(_TAG_BYTES)
+        self._until = math.inf
         if not hmac.compare_digest(tag, _tag(secret, b"decode", number, theirs, text)):
             raise WireError(f"a decode server does not know our {SECRET_VARIABLE}")
         return _decoded(msgspec.msgpack.Decoder(Hello), text), theirs

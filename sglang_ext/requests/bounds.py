@@ -42,7 +42,7 @@ class Limits(NamedTuple):
     """What clients may call their requests in metrics."""
 
     half: str | None = None
-    """Whether the server only prefills or decodes: `prefill`, `decode`."""
+    """`prefill` or `decode` for a server that does only that, else None."""
 
 
 class Bound(NamedTuple):

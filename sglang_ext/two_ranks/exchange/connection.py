@@ -38,7 +38,7 @@ STAND_BY_SECONDS = 1.0
 """While the process may not open yet, it is looked at this often."""
 
 BUSY_SECONDS = 30.0
-"""A process that beats but reports nothing for this long is stuck, in its driver for one."""
+"""A process that beats, but reports nothing for this long, is stuck: in its GPU's driver, say."""
 
 POLL_SECONDS = 0.1
 """The watching thread looks at the process this often."""

@@ -448,7 +448,7 @@ def test_a_silent_peer_is_given_up(servers: Servers, monkeypatch: pytest.MonkeyP
 def test_a_peer_that_sends_a_byte_at_a_time_is_given_up(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(departing, "SILENCE_SECONDS", 0.5)
+    monkeypatch.setattr(wire, "SILENCE_SECONDS", 0.5)
     with socket.create_connection((servers.listener.address, servers.listener.port)) as peer:
         peer.settimeout(0.1)
 

@@ -144,10 +144,10 @@ class InflightSteps:
 
 
 class Verifications:
-    """Those by the cache rank that a device has come to, and that it is done with.
+    """Counts the verifications by the cache rank that a device has begun, and those it has ended.
 
-    Whoever looks for a late one reads host memory alone: the driver may hold up a thread that asks
-    for an event while another one queues more than it takes.
+    The thread that looks for a late one reads host memory alone. If it asked the driver, it could
+    have to wait for the thread that queues the verification.
     """
 
     def __init__(self, device: torch.device, timeout: float) -> None:
