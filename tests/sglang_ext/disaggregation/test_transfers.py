@@ -9,7 +9,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -25,7 +24,6 @@ from sglang_ext.disaggregation import departing, wire
 from sglang_ext.disaggregation.arriving import Arrival
 from sglang_ext.disaggregation.codec import BUFFERS, HostPages, PageCodec, PoolRows
 from sglang_ext.disaggregation.departing import Departure, Listener
-from sglang_ext.disaggregation.hooks import after_resuming
 from sglang_ext.disaggregation.wire import (
     SECRET_VARIABLE,
     Alive,
@@ -36,7 +34,7 @@ from sglang_ext.disaggregation.wire import (
     link_of_environment,
     secret_of_environment,
 )
-from sglang_ext.flags import TRANSFERS, WIRE_FORMATS
+from sglang_ext.flags import WIRE_FORMATS
 
 LAYERS, HEADS, WIDTH, ROWS = 3, 2, 64, 3000
 SECRET, METADATA = b"s" * 64, bytes(range(48))
@@ -445,25 +443,6 @@ def test_a_silent_peer_is_given_up(servers: Servers, monkeypatch: pytest.MonkeyP
     departure.fail("done")
 
 
-def test_a_peer_that_sends_a_byte_at_a_time_is_given_up(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(wire, "SILENCE_SECONDS", 0.5)
-    with socket.create_connection((servers.listener.address, servers.listener.port)) as peer:
-        peer.settimeout(0.1)
-
-        def is_ended() -> bool:
-            try:
-                peer.send(b"x")
-                return peer.recv(1024) == b""
-            except TimeoutError:
-                return False
-            except ConnectionError:
-                return True
-
-        wait_until(is_ended, 5)
-
-
 def test_connections_that_no_request_wants_are_dropped(servers: Servers) -> None:
     arrival = servers.arrive(9, draw_rows(5, 0))
     wait_until(lambda: 9 in servers.listener._waiting, 5)
@@ -488,20 +467,3 @@ def test_frames_without_payload_are_not_waited_for(servers: Servers) -> None:
         departure._wire.send(Alive(), None, link_of_environment())
     sent_in_chunks(departure, draw_rows(5, 1))
     ends(arrival, "here")
-
-
-@pytest.mark.parametrize("retracted", [0, 1])
-def test_prompts_go_on_to_arrive_while_a_retracted_request_waits(retracted: int) -> None:
-    asked: list[int] = []
-    waiting = [
-        SimpleNamespace(kv_receiver=SimpleNamespace(poll=functools.partial(asked.append, number)))
-        for number in range(2)
-    ]
-    scheduler = SimpleNamespace(disagg_decode_transfer_queue=SimpleNamespace(queue=waiting))
-    queue = SimpleNamespace(
-        scheduler=scheduler,
-        retracted_queue=["a request"] * retracted,
-        transfer_backend=SimpleNamespace(value=TRANSFERS),
-    )
-    after_resuming([], queue)
-    assert asked == [0, 1] * retracted
