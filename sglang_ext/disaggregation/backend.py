@@ -329,15 +329,14 @@ class CodedKVReceiver(CommonKVReceiver):
 
     def abort(self) -> None:
         """Receive no more; with rows, it counts as failed when nothing writes to them."""
-        if self._arrival is None:
-            if getattr(self, "bootstrap_infos", None):
-                self.send_metadata(np.empty(0, np.int64))  # so that the prefill server hears of it
-            if self._arrival is not None:
-                self._arrival.fail("aborted")
+        has_rows = self._arrival is not None
+        if not has_rows and getattr(self, "bootstrap_infos", None):
+            self.send_metadata(np.empty(0, np.int64))  # so that the prefill server hears of it
+        if self._arrival is not None:
+            self._arrival.fail("aborted")
+        if not has_rows:
             self._fail("aborted")
-            return
-        self._arrival.fail("aborted")
-        if self.conclude_state is None:  # K and V may be whole, and drafts be verified
+        elif self.conclude_state is None:  # K and V may be whole, and drafts be verified
             self._failure = self._failure or "aborted"
 
     def _peer(self) -> tuple[str, int]:

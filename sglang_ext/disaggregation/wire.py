@@ -155,7 +155,7 @@ class Wire:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
-        self._until = math.inf
+        self._until = time.monotonic() + SILENCE_SECONDS  # for the handshake
         self._frames = msgspec.msgpack.Decoder(Frame)
         self.sent_bytes = 0
 
@@ -211,7 +211,6 @@ class Wire:
         Raises:
             WireError: the peer refuses, or does not know the secret.
         """
-        self._until = time.monotonic() + SILENCE_SECONDS
         theirs, ours = self._receive_bytes(_NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
         text = msgspec.msgpack.encode(hello)
         with _wire_errors():
@@ -239,7 +238,6 @@ class Wire:
         Raises:
             WireError: it does not know the secret.
         """
-        self._until = time.monotonic() + SILENCE_SECONDS
         theirs = self._receive_bytes(_NUMBER_BYTES)
         text, tag = self._receive_text(), self._receive_bytes(_TAG_BYTES)
         self._until = math.inf

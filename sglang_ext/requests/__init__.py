@@ -102,11 +102,9 @@ def _refuse_other_lengths(name: str, value: Any, prompts: int | None) -> None:
 
 def _refuse_meetings(request: Any, half: str, prompts: int | None) -> None:
     """Refuse rooms in which two halves of a disaggregation would not meet."""
+    given = (getattr(request, name, None) for name in ("bootstrap_host", "bootstrap_room"))
     hosts, rooms = (
-        value
-        if isinstance(value := getattr(request, name, None), list)
-        else [value] * (prompts or 1)
-        for name in ("bootstrap_host", "bootstrap_room")
+        value if isinstance(value, list) else [value] * (prompts or 1) for value in given
     )
     for host, room in zip(hosts, rooms, strict=True):
         if room == 0 and host != NOBODY:  # SGLang's metadata has it for no room
