@@ -94,6 +94,12 @@ class Load(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     as_codes: bool = False
 
 
+class LoadTogether(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Bulk shipment of tokens of several sequences, in this order; none are codes."""
+
+    loads: list[Load]
+
+
 class Adopt(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """A sequence's first pages are those of these names.
 
@@ -222,6 +228,7 @@ ToCacheRank = (
     Open
     | Step
     | Load
+    | LoadTogether
     | Adopt
     | Share
     | Drop

@@ -32,6 +32,7 @@ from cache_rank.protocol import (
     Flush,
     KeyBasis,
     Load,
+    LoadTogether,
     Open,
     QueryProjection,
     Report,
@@ -107,8 +108,12 @@ class CacheRank:
         match message:
             case Step():
                 self.step(message)
+            case Load(as_codes=True):
+                self.load_codes(message)
             case Load():
-                self.load(message)
+                self.load([message])
+            case LoadTogether():
+                self.load(message.loads)
             case Adopt():
                 self.adopt(message)
             case Share():
@@ -130,35 +135,58 @@ class CacheRank:
             case Open():
                 raise OutOfPlaceError("second Open")
 
-    def load(self, message: Load) -> None:
-        """Take over a bulk shipment.
+    def load(self, loads: Sequence[Load]) -> None:
+        """Take over a bulk shipment of tokens as they are, of one sequence after the other.
 
-        The tensor of a refused shipment is received and dropped, so that the channel stays in step;
-        only a size that no inference rank ships is refused before.
+        What is refused is received and dropped, so that the channel stays in step; only a size that
+        no inference rank ships is refused before.
         """
         config, selector = self.config, self.selector
-        count, fit = message.count, selector.capacity_tokens
-        _require(0 < count <= fit, f"Load of {count} tokens, {fit} fit")
-        shape: tuple[int, ...] = bulk_shape(config, count)
-        dtype = config.model.torch_dtype
-        if message.as_codes:
-            may_be = residency.takes_codes(config) and count % PAGE_TOKENS == 0
-            _require(may_be, f"Load of {count} tokens as codes")
-            shape, dtype = (self._shipment_bytes(count),), torch.uint8
-        with self._receive_bulk(shape, dtype) as shipment:
-            sequence_id, start = message.sequence_id, message.start
-            sequence = self._live(sequence_id, "Load", begins=start == 0)
-            why = (
-                f"Load at {start} for sequence {sequence_id}, which holds {sequence.tokens} tokens"
-            )
-            if message.as_codes:
-                _require(selector.may_load_pages(sequence, start), f"{why}, as codes")
-                selector.load_pages(sequence, count, shipment)
-            else:
-                _require(sequence.tokens == start, why)
-                selector.load(sequence, shipment)
+        self._require_fit([load.count for load in loads])
+        count = sum(load.count for load in loads)
+        with self._receive_bulk(bulk_shape(config, count), config.model.torch_dtype) as tokens:
+            parts: dict[int, tuple[ResidentSequence, int, int]] = {}
+            first, refused = 0, []
+            for load in loads:
+                try:
+                    sequence = self._loaded_at(load)
+                    _require(sequence.sequence_id not in parts, f"second {load}")
+                    parts[load.sequence_id] = sequence, first, load.count
+                except OutOfPlaceError as error:
+                    refused.append(str(error))
+                first += load.count
+            selector.load_together(list(parts.values()), tokens)
+            for sequence_id, (_, first, count) in parts.items():
+                shipment = tokens[:, :, first : first + count]
                 self._recorder.write("load", sequence_id=sequence_id, shipment=shipment)
-            self._loaded[sequence_id] = self._mark()
+            self._loaded |= dict.fromkeys(parts, self._mark())
+        _require(not refused, "; ".join(refused))
+
+    def load_codes(self, load: Load) -> None:
+        """Take over a bulk shipment of complete pages as codes, as `load` does."""
+        count = load.count
+        self._require_fit([count])
+        may_be = residency.takes_codes(self.config) and count % PAGE_TOKENS == 0
+        _require(may_be, f"Load of {count} tokens as codes")
+        with self._receive_bulk((self._shipment_bytes(count),), torch.uint8) as packed:
+            sequence = self._loaded_at(load)
+            self.selector.load_pages(sequence, count, packed)
+            self._loaded[load.sequence_id] = self._mark()
+
+    def _require_fit(self, counts: Sequence[int]) -> None:
+        fit = self.selector.capacity_tokens
+        are_some = min(counts, default=0) > 0 and sum(counts) <= fit
+        _require(are_some, f"Load of {counts} tokens, {fit} fit")
+
+    def _loaded_at(self, load: Load) -> ResidentSequence:
+        """The sequence that goes on with what is loaded."""
+        sequence = self._live(load.sequence_id, "Load", begins=load.start == 0)
+        may_be, how = sequence.tokens == load.start, ""
+        if load.as_codes:
+            may_be, how = self.selector.may_load_pages(sequence, load.start), ", as codes"
+        where = f"Load at {load.start} for sequence {load.sequence_id}"
+        _require(may_be, f"{where}, which holds {sequence.tokens} tokens{how}")
+        return sequence
 
     def _live(self, sequence_id: int, wanted_for: str, begins: bool) -> ResidentSequence:
         """A live sequence, which begins now if it is new and may."""

@@ -26,7 +26,7 @@ from cache_rank.copies import upload
 from cache_rank.forecast import Forecast
 from cache_rank.graphs import CudaGraphCache
 from cache_rank.kernels.checksum.reference import slots_checksum
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment, ShippedRow
 from cache_rank.kernels.select.reference import EMPTY
 from cache_rank.measure.timeline import Timeline
 from cache_rank.named_pages import HostTier, NamedPages
@@ -157,18 +157,35 @@ class Selector:
         self._free_slots.append(sequence.slot)
         return True
 
-    def load(self, sequence: ResidentSequence, shipment: Tensor) -> None:
-        """Add tokens of a prompt, (2, layers, n, Hkv, D)."""
-        start = sequence.tokens
-        sequence.tokens = start + shipment.shape[2]
-        if tail := min(max(0, sequence.complete - start), shipment.shape[2]):
-            self._residency.load_tail(sequence.slot, start, shipment[:, :, :tail].contiguous())
-            if tail == shipment.shape[2]:
-                return
-            start, shipment = start + tail, shipment[:, :, tail:].contiguous()
-        self._extend(sequence, sequence.tokens)
-        (pages,) = upload((self._pages_on_host(sequence),), self._device)
-        self._residency.load(pages, sequence.slot, start, shipment)
+    def load(self, sequence: ResidentSequence, tokens: Tensor) -> None:
+        """Add tokens of a sequence, (2, layers, n, Hkv, D)."""
+        self.load_together([(sequence, 0, tokens.shape[2])], tokens)
+
+    def load_together(
+        self, parts: Sequence[tuple[ResidentSequence, int, int]], tokens: Tensor
+    ) -> None:
+        """Add tokens of some sequences: to each, so many from one of `tokens` on."""
+        tails, others = [], []
+        for sequence, first, count in parts:
+            start = sequence.tokens
+            sequence.tokens += count
+            self._extend(sequence, sequence.tokens)
+            tail = min(max(0, sequence.complete - start), count)
+            if tail:
+                tails.append(ShippedRow(sequence.slot, start, first, tail))
+            if tail < count:
+                rest = start + tail, first + tail, count - tail
+                others.append(ShippedRow(sequence.slot, *rest))
+        if tails:
+            self._residency.load_tail(self._shipment(tokens, tails))
+        if others:
+            self._residency.load(self._shipment(tokens, others))
+
+    def _shipment(self, tokens: Tensor, rows: Sequence[ShippedRow]) -> Shipment:
+        last = max(row.position + row.tokens for row in rows) - 1
+        slots = [row.slot for row in rows]
+        table = self._slot_pages[slots, : last // PAGE_TOKENS + 1]
+        return Shipment.of(tokens, table, rows)
 
     def may_load_pages(self, sequence: ResidentSequence, start: int) -> bool:
         """Whether a sequence may go on with complete pages, which begin at `start`."""

@@ -26,7 +26,7 @@ from cache_rank.config import DTYPES, CacheRankConfig, ModelShape, OptionValue
 from cache_rank.kernels.coded.reference import Codec
 from cache_rank.kernels.lynx import reference as lynx
 from cache_rank.kernels.quantspec import reference as quantspec
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency import FORMATS, bytes_per_token
@@ -154,7 +154,7 @@ class _Held:
         self._pages = torch.arange(pages, dtype=torch.int32, device=device).unsqueeze(0)
         ring = (1, model.layers, model.query_heads, 2, model.head_dim)
         self._query_ring = torch.zeros(ring, dtype=model.torch_dtype, device=device)
-        self._residency.load(self._pages[0], 0, 0, sample.shipment())
+        self._residency.load(Shipment.of_one(sample.shipment(), self._pages[0].cpu()))
 
     def step(self, position: int) -> Tensor:
         """Append the token, and score by its query: (layers, Hkv, position + 1) float32."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, OptionValue
+from cache_rank.kernels.rows import Shipment
 from cache_rank.kernels.score import score_workspace
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.options import Ranges
@@ -87,7 +88,7 @@ class Residency(ABC):
         return 0
 
     @abstractmethod
-    def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
+    def _load(self, shipment: Shipment) -> None:
         """See `load`."""
 
     @abstractmethod
@@ -116,14 +117,11 @@ class Residency(ABC):
         if self._sketches is not None:
             self._sketches.load_basis(layer, basis)
 
-    def load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
-        """Take over a bulk shipment, (2, layers, n, Hkv, D), whose first token is at `start`.
-
-        The sequence has these pages, (pages,) int32, and this slot, see BatchMetadata.
-        """
-        self._load(pages, slot, start, shipment)
+    def load(self, shipment: Shipment) -> None:
+        """Take over tokens of some sequences."""
+        self._load(shipment)
         if self._sketches is not None:
-            self._sketches.load(pages, start, shipment[0])
+            self._sketches.load(shipment)
 
     def append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         """Take over one token a row, and its queries, from `up`; see UpMessage.tokens.
@@ -176,10 +174,10 @@ class Residency(ABC):
         """
         raise NotImplementedError(f"{self.name} does not attend")
 
-    def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:
-        """Take over tokens whose page came complete before them, so that they can be newest.
+    def load_tail(self, shipment: Shipment) -> None:
+        """Take over tokens whose pages came complete before them, so that they can be newest.
 
-        The first one is at `start`, `tail_tokens` before the end of its page or later.
+        They are `tail_tokens` before the end of their page or later.
         """
         return
 

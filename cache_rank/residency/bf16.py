@@ -12,6 +12,7 @@ from cache_rank.config import CacheRankConfig
 from cache_rank.kernels.append import append_step, load_tokens
 from cache_rank.kernels.gather import gather_step
 from cache_rank.kernels.newest.reference import attend_to
+from cache_rank.kernels.rows import Shipment
 from cache_rank.kernels.score import score_step
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.residency.base import Residency
@@ -38,8 +39,8 @@ class Bf16Residency(Residency):
     def page_planes(self) -> tuple[Tensor, ...]:
         return self._keys, self._values
 
-    def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
-        load_tokens(shipment, self._keys, self._values, pages, start)
+    def _load(self, shipment: Shipment) -> None:
+        load_tokens(shipment, self._keys, self._values)
 
     def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         append_step(

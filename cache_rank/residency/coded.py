@@ -14,12 +14,11 @@ from torch import Tensor
 
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
-from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
 from cache_rank.kernels.coded import attend_codes, encode_groups, gather_codes, score_codes
 from cache_rank.kernels.coded.reference import Codec, CodedTokens
 from cache_rank.kernels.newest import attend_to_ring
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import Shipment
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import Layout, Part
 from cache_rank.residency.base import Residency
@@ -102,24 +101,15 @@ class CodedResidency(Residency):
         )
         return keys, values
 
-    def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
-        place = (torch.tensor([slot], dtype=torch.int32), torch.tensor([start], dtype=torch.int32))
-        slots, starts = upload(place, self._device)
-        # Encode before the ring takes the new tokens: a group that they complete began with older
-        # ones, which are in it.
-        encode_groups(
-            self._tokens,
-            PagedRows(pages.unsqueeze(0), slots, starts),
-            shipment.shape[2],
-            range(self._model.layers),
-            shipment,
-        )
-        load_tokens(shipment, *self._tokens.rings, slots, start)
+    def _load(self, shipment: Shipment) -> None:
+        # Encode before the rings take the new tokens: a group that they complete began with older
+        # ones, which are in them.
+        encode_groups(self._tokens, shipment.rows, range(self._model.layers), shipment)
+        self.load_tail(shipment)
         self.check()
 
-    def load_tail(self, slot: int, start: int, shipment: Tensor) -> None:
-        (slots,) = upload((torch.tensor([slot], dtype=torch.int32),), self._device)
-        load_tokens(shipment, *self._tokens.rings, slots, start)
+    def load_tail(self, shipment: Shipment) -> None:
+        load_tokens(shipment.in_rings(), *self._tokens.rings)
 
     def load_pages(self, pages: Tensor, packed: Tensor) -> None:
         not_finite, came = self._layout(len(pages)).of(packed)
@@ -141,7 +131,7 @@ class CodedResidency(Residency):
             rows.paged._replace(page_table=rows.slots.unsqueeze(1)),
             layers.start,
         )
-        encode_groups(self._tokens, rows.paged, 1, layers)
+        encode_groups(self._tokens, rows.paged, layers)
         if self._device.type != "cuda":
             self.check()
 

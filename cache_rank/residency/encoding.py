@@ -15,10 +15,9 @@ from torch import Tensor
 
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig
-from cache_rank.copies import upload
 from cache_rank.kernels.coded import encode_groups
 from cache_rank.kernels.coded.reference import CodedTokens
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import Shipment
 from cache_rank.pages import PAGE_TOKENS
 from cache_rank.protocol import bulk_shape
 from cache_rank.residency.coded import CodedPages, CodedResidency
@@ -67,9 +66,7 @@ class PageEncoder:
         # Its length says that no complete group stays in full precision; none is read from it.
         ring = (1, model.layers, model.kv_heads, self._held.group_tokens, model.head_dim)
         self._ring = self._memory[: math.prod(ring)].view(ring)
-        pages = torch.arange(most // PAGE_TOKENS, dtype=torch.int32).unsqueeze(0)
-        nothing = torch.zeros(1, dtype=torch.int32)
-        self._rows = PagedRows(*upload((pages, nothing, nothing), device))
+        self._pages = torch.arange(most // PAGE_TOKENS, dtype=torch.int32)
 
     def size(self, count: int) -> int:
         """Bytes of a message of so many tokens."""
@@ -98,17 +95,13 @@ class PageEncoder:
         config, count = self._config, tokens.shape[2]
         not_finite, planes = self._layout(count // PAGE_TOKENS).of(packed)
         not_finite.zero_()
-        encode_groups(
-            CodedTokens(
-                self._codecs,
-                planes,
-                (self._ring, self._ring),
-                not_finite,
-                self._held.group_tokens,
-                PAGE_TOKENS,
-            ),
-            self._rows,
-            count,
-            range(config.model.layers),
-            tokens,
+        held = CodedTokens(
+            self._codecs,
+            planes,
+            (self._ring, self._ring),
+            not_finite,
+            self._held.group_tokens,
+            PAGE_TOKENS,
         )
+        shipment = Shipment.of_one(tokens, self._pages[: count // PAGE_TOKENS])
+        encode_groups(held, shipment.rows, range(config.model.layers), shipment)

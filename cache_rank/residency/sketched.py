@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
+from cache_rank.kernels.rows import Shipment
 from cache_rank.kernels.score import score_workspace
 from cache_rank.kernels.sketch import append_codes, load_codes, score_sketch
 from cache_rank.kernels.sketch.reference import (
@@ -71,9 +72,9 @@ class KeySketches:
         for own, part in zip(self._sketch, made, strict=True):
             own[layer] = part[0]
 
-    def load(self, pages: Tensor, start: int, keys: Tensor) -> None:
-        """Encode the keys of a shipment, (layers, n, Hkv, D)."""
-        load_codes(keys, self.codes, self._sketch, self._shape, pages, start)
+    def load(self, shipment: Shipment) -> None:
+        """Encode the keys of a shipment."""
+        load_codes(shipment, self.codes, self._sketch, self._shape)
 
     def append(self, rows: BatchMetadata, layers: range, up: Tensor) -> None:
         """Encode the keys of a message; see `Residency.append`."""

@@ -24,7 +24,7 @@ from cache_rank.kernels.mosaickv import attend_packed, gather_packed
 from cache_rank.kernels.mosaickv.reference import PackedStore
 from cache_rank.kernels.quantspec.reference import GROUP as QUANTSPEC_GROUP
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment
 from cache_rank.pages import PAGE_TOKENS
 
 SHAPES = ((8, 8192), (8, 32768), (8, 131072), (1, 262144))
@@ -151,9 +151,9 @@ def _hold(held_as: Format, rows: int, tokens: int) -> tuple[CodedTokens, PagedRo
     table = torch.randperm(pages).view(rows, -1).to(torch.int32)
     count, zeros = tokens + held.full_tokens, torch.zeros(rows, dtype=torch.int32)
     for row in range(rows):
-        shipment = torch.randn((2, 1, count, KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
-        one = PagedRows(table[row : row + 1].clone(), zeros[:1], zeros[:1])
-        encode_groups(held, one, count, range(1), shipment)
+        came = torch.randn((2, 1, count, KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
+        shipment = Shipment.of_one(came, table[row].cpu())
+        encode_groups(held, shipment.rows, range(1), shipment)
     return held, PagedRows(table, zeros, torch.full_like(zeros, count - 1))
 
 
@@ -173,15 +173,15 @@ def _pack(rows: int, tokens: int) -> tuple[PackedStore, PagedRows]:
     for row in range(rows):
         for start in range(0, tokens, PAGE_TOKENS * 32):
             count = min(PAGE_TOKENS * 32, tokens - start)
-            shipment = torch.randn((2, 1, count, KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
+            came = torch.randn((2, 1, count, KV_HEADS, HEAD_DIM), dtype=torch.bfloat16)
             with torch.device("cpu"):  # the default of a cache rank, whose host prepares copies
-                held.load(table[row], row, start, shipment)
+                held.load(Shipment.of_one(came, table[row].cpu(), row, start))
     slots = torch.arange(rows, dtype=torch.int32)
     return held._memory.store, PagedRows(table, slots, torch.full_like(slots, tokens - 1))
 
 
 def _encode_and_attend(held: CodedTokens, query: Tensor, rows: PagedRows) -> None:
-    encode_groups(held, rows, 1, range(1))
+    encode_groups(held, rows, range(1))
     attend_codes(held, query, rows, 0, SCALE)
 
 

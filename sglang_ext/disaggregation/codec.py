@@ -15,6 +15,7 @@ from torch import Tensor
 from cache_rank import residency
 from cache_rank.config import CacheRankConfig, ModelShape
 from cache_rank.copies import upload
+from cache_rank.kernels.rows import Shipment
 from cache_rank.kernels.scatter import collect_tokens, put_tokens
 from cache_rank.kernels.scatter.reference import layer_buffers
 from cache_rank.pages import PAGE_TOKENS
@@ -152,7 +153,7 @@ class PageCodec:
         self._held = residency.create(config, 1, pool.device)
         # Some formats encode the last tokens of a page when so many more have come.
         self._behind = residency.shared_tail(config) or 0
-        self._pages = upload((torch.zeros(2, dtype=torch.int32),), pool.device)[0]
+        self._pages = torch.zeros(2, dtype=torch.int32)
 
     @property
     def packed_bytes(self) -> int:
@@ -161,7 +162,7 @@ class PageCodec:
     @functools.cached_property
     def part_bytes(self) -> dict[Part, int]:
         """Sizes of a page, and of the parts that it can come in."""
-        zeros = self._pages.new_zeros(self.packed_bytes, dtype=torch.uint8)
+        zeros = torch.zeros(self.packed_bytes, dtype=torch.uint8)
         parts: tuple[Part, ...] = "whole", "first", "rest"
         return {part: len(self.take_part(zeros, part)) for part in parts}
 
@@ -173,13 +174,13 @@ class PageCodec:
     def encode(self, rows: Tensor) -> Tensor:
         """Pack the tokens of PAGE_TOKENS pool rows: (packed_bytes,) uint8."""
         rows = torch.cat((rows, rows[: self._behind]))
-        self._held.load(self._pages, 0, 0, self._pool.collect(rows))
+        self._held.load(Shipment.of_one(self._pool.collect(rows), self._pages))
         return self._held.pack_page(0)
 
     def prepare(self, sends: bool) -> None:
         """On a GPU load the kernels of a side, which takes longer than a peer would wait."""
         with self._pool.aside():
-            rows = self._pages.new_full((PAGE_TOKENS,), _PADDING_ROW, dtype=torch.int64)
+            rows = torch.full((PAGE_TOKENS,), _PADDING_ROW, device=self._pool.device)
             if sends:
                 self.encode(rows)
                 return

@@ -11,7 +11,7 @@ notes what can be evicted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from sglang_ext.metrics import CacheRankMetrics
@@ -79,14 +79,20 @@ class DecodeStep:
             self._metrics.on_no_sparse_requests()
         return is_exchanged
 
-    def _ship(self, sequence: SparseSequence, tokens: int) -> None:
-        for _ in range(CHUNKS_OF_A_ROUND):
-            self._shipping.advance(sequence, tokens)
-        # The cache rank attends to what it has, if it attends; that is all of it.
-        while sequence.phase is Phase.SPARSE and sequence.shipped < tokens:
-            if self._cache_rank.exchange is None:
-                return
-            self._shipping.advance(sequence, tokens)
+    def _ship(self, sequences: Sequence[tuple[SparseSequence, int]]) -> None:
+        together = []
+        for sequence, tokens in sequences:
+            if self._shipping.lacks_little(sequence, tokens):
+                together.append((sequence, tokens))
+                continue
+            for _ in range(CHUNKS_OF_A_ROUND):
+                self._shipping.advance(sequence, tokens)
+            # The cache rank attends to what it has, if it attends; that is all of it.
+            while sequence.phase is Phase.SPARSE and sequence.shipped < tokens:
+                if self._cache_rank.exchange is None:
+                    return
+                self._shipping.advance(sequence, tokens)
+        self._shipping.complete(together)
 
     def run(
         self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]

@@ -1,4 +1,4 @@
-"""Prompts go to the cache rank, a chunk of each a step, from where what it has of them ends.
+"""Tokens go to the cache rank: prompts a chunk a step, and with drafts what has been verified.
 
 Complete pages go as codes, if the format takes them, while more is missing than a chunk of tokens
 as they are. The rest goes as it is, and with it what the format may read as it came: the last
@@ -52,8 +52,37 @@ class Shipping:
             self._cache_rank.call(lambda exchange: exchange.ship_pages(sequence, pool_rows))
         elif (count := min(length - sequence.shipped, self._chunk_tokens)) > 0:
             pool_rows = self._pool_rows(sequence, sequence.shipped, count)
-            self._cache_rank.call(lambda exchange: exchange.ship(sequence, pool_rows))
+            self._cache_rank.call(lambda exchange: exchange.ship([(sequence, count)], pool_rows))
         self._name_shipped(sequence)
+
+    def lacks_little(self, sequence: SparseSequence, length: int) -> bool:
+        """Whether the cache rank has all but a chunk, or less, of so many tokens."""
+        missing = length - sequence.shipped
+        return not sequence.ended and sequence.shipped > 0 and 0 < missing <= self._chunk_tokens
+
+    def complete(self, sequences: Sequence[tuple[SparseSequence, int]]) -> None:
+        """Ship what the cache rank lacks of sequences, which is little, as much as fits at once.
+
+        Each shipment takes the cache rank about a millisecond, whatever is in it.
+        """
+        parts: list[tuple[SparseSequence, int]] = []
+        room = self._chunk_tokens
+        for sequence, length in sequences:
+            missing = length - sequence.shipped
+            if missing > room:
+                self._ship_together(parts)
+                parts, room = [], self._chunk_tokens
+            parts.append((sequence, missing))
+            room -= missing
+        self._ship_together(parts)
+
+    def _ship_together(self, parts: list[tuple[SparseSequence, int]]) -> None:
+        rows = [self._pool_rows(sequence, sequence.shipped, count) for sequence, count in parts]
+        if rows:
+            pool_rows = torch.cat(rows)
+            self._cache_rank.call(lambda exchange: exchange.ship(parts, pool_rows))
+        for sequence, _ in parts:
+            self._name_shipped(sequence)
 
     def ship_arrived(
         self, sequence: SparseSequence, pool_rows: Tensor, page: Sequence[Tensor] | None
@@ -77,7 +106,7 @@ class Shipping:
         else:
             rows = pool_rows[sequence.shipped :][: self._chunk_tokens]
             if len(rows):
-                self._cache_rank.call(lambda exchange: exchange.ship(sequence, rows))
+                self._cache_rank.call(lambda exchange: exchange.ship([(sequence, len(rows))], rows))
         self._name_shipped(sequence)
 
     def _may_go_on(self, sequence: SparseSequence) -> bool:

@@ -165,7 +165,7 @@ class StepPlanner:
         requests: Sequence[Any],
         lengths: Sequence[int],
         is_up: bool,
-        ship: Callable[[SparseSequence, int], None],
+        ship: Callable[[Sequence[tuple[SparseSequence, int]]], None],
         drafts: bool,
     ) -> tuple[bool, AttendedRound]:
         """Before the steps of a round of drafts, or dense ones: bring sequences up to its start.
@@ -176,7 +176,7 @@ class StepPlanner:
 
         Args:
             lengths: of each, the current token included; those before it are verified.
-            ship: ships what is verified of a sequence that has so many tokens.
+            ship: ships what is verified of sequences that have so many tokens.
             drafts: whether the round drafts; else none is exchanged, and none begins.
 
         Returns:
@@ -192,10 +192,14 @@ class StepPlanner:
                 sequence = self._begin(request, length, is_up, least, ships=drafts)
             if sequence is not None:
                 sequences.append((index, sequence, length - 1))
-        for _, sequence, position in sequences:
-            is_shipped = drafts or self._stays_sparse(sequence)
-            if is_up and is_shipped and not sequence.orphaned:
-                ship(sequence, position)
+        if is_up:
+            ship(
+                [
+                    (sequence, position)
+                    for _, sequence, position in sequences
+                    if (drafts or self._stays_sparse(sequence)) and not sequence.orphaned
+                ]
+            )
         exchanged, sparse = False, []
         for index, sequence, position in sequences:
             if sequence.ended:  # the cache rank was lost just now, or has no room

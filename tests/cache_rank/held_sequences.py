@@ -14,7 +14,7 @@ from torch import Tensor
 from cache_rank import residency
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig, ModelShape
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment, ShippedRow
 from cache_rank.protocol import AnswerHeader
 from cache_rank.residency.base import Residency
 
@@ -100,9 +100,7 @@ class Held:
         return torch.randn(model.layers, model.query_heads, model.head_dim)
 
     def load(self, count: int) -> None:
-        shipment = self.tokens[:, :, :, self.resident : self.resident + count].transpose(2, 3)
-        self.residency.load(self.page_table, self.slot, self.resident, shipment.contiguous())
-        self.resident += count
+        load_together([(self, count)])
 
     def append(self, layers_per_group: int = 2) -> None:
         append_together([self], layers_per_group)
@@ -157,6 +155,21 @@ def rows_of(
         capacity=max(positions) + 1,
         on_host=list(zip(slots, positions, strict=True)),
     )
+
+
+def load_together(parts: Sequence[tuple[Held, int]]) -> None:
+    """So many tokens of each sequence of one residency."""
+    shipped, rows = [], []
+    for held, count in parts:
+        tokens = held.tokens[:, :, :, held.resident : held.resident + count].transpose(2, 3)
+        rows.append(
+            ShippedRow(held.slot, held.resident, sum(part.shape[2] for part in shipped), count)
+        )
+        shipped.append(tokens)
+        held.resident += count
+    table = torch.tensor([held.pages for held, _ in parts], dtype=torch.int32)
+    residency = parts[0][0].residency
+    residency.load(Shipment.of(torch.cat(shipped, dim=2), table, rows))
 
 
 def append_together(sequences: list[Held], layers_per_group: int = 2) -> None:

@@ -47,7 +47,7 @@ class Driven:
         request.position += 1
 
     def load(self, request: Request) -> None:
-        assert self.rank.load(Load(request.sequence_id, 0, request.prompt.shape[2])) is None
+        self.rank.handle(Load(request.sequence_id, 0, request.prompt.shape[2]))
 
     def pages_of(self, request: Request) -> list[int]:
         return list(self.rank.selector.sequences[request.sequence_id].pages)

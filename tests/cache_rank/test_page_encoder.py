@@ -152,6 +152,31 @@ def test_a_sequence_goes_on_with_codes_behind_pages_of_another(name: str, more: 
     assert torch.equal(packed, selector._residency.pack_page(alone.pages[index]))
 
 
+@every_format
+def test_what_follows_pages_may_come_with_tokens_of_others(name: str) -> None:
+    """Of one sequence the last tokens of its pages, of one these and more, of one only more."""
+    config = config_of(name)
+    served = Served(config, pages=40)
+    selector, request = served.selector, Request(config, 1, 700)
+    tail = residency.shared_tail(config) or 0
+    sequences = [selector.begin(sequence_id) for sequence_id in (1, 2, 3)]
+    alone = selector.begin(4)
+    served.ship(sequences[2], request.prompt[:, :, :300])
+    for sequence in sequences[:2]:
+        ship_pages(served, sequence, request.prompt, [2])
+    counts = [tail // 2 or 5, tail + 90, 270]
+    parts, tokens = [], []
+    for sequence, count in zip(sequences, counts, strict=True):
+        parts.append((sequence, sum(part.shape[2] for part in tokens), count))
+        tokens.append(request.prompt[:, :, sequence.tokens : sequence.tokens + count])
+    selector.load_together(parts, torch.cat(tokens, dim=2))
+    for sequence in sequences:
+        served.ship(sequence, request.prompt)
+    served.ship(alone, request.prompt, 300)
+    for sequence in sequences:
+        assert_held_alike(served, sequence, alone)
+
+
 def test_pages_go_on_where_pages_end() -> None:
     """Not behind tokens that came as they are."""
     config = config_of("quantspec")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 
 import pytest
@@ -28,6 +28,7 @@ from cache_rank.protocol import (
     End,
     Flush,
     Load,
+    LoadTogether,
     Open,
     Report,
     Restore,
@@ -162,6 +163,38 @@ def test_loads_and_ends_of_what_is_not_live_are_refused(rank: InferenceRank) -> 
     rank.expect_refused(len(bad_loads) + 6)
     rank.decode([request])
     rank.end(request)
+
+
+def test_loads_of_several_sequences_come_together_and_each_is_refused_by_itself(
+    rank: InferenceRank,
+) -> None:
+    """The same tokens as in loads of their own; a request's steps read them."""
+    first, second = rank.new_request(prompt=20), rank.new_request(prompt=300)
+    begun = [
+        Load(first.sequence_id, 0, 12),
+        Load(second.sequence_id, 0, 290),
+    ]
+    of_both = [(first, 0, 12), (second, 0, 290)]
+    rank.send_load(LoadTogether(begun), tokens_of(of_both))
+    rest = [
+        Load(second.sequence_id, 290, 10),
+        Load(2**40, 3, 5),  # is not live
+        Load(second.sequence_id, 290, 10),  # comes twice
+        Load(first.sequence_id, 12, 8),
+    ]
+    of_rest = [(second, 290, 300), (first, 0, 5), (second, 290, 300), (first, 12, 20)]
+    rank.send_load(LoadTogether(rest), tokens_of(of_rest))
+    for loads in ([], [Load(first.sequence_id, 20, 0)]):
+        rank.connection.control.send(LoadTogether(loads))
+    rank.expect_refused(3)
+    rank.decode([second, first])
+    rank.end(first)
+    rank.end(second)
+
+
+def tokens_of(parts: Sequence[tuple[Request, int, int]]) -> Tensor:
+    """Tokens [begin, end) of the prompt of each request, one behind the other."""
+    return torch.cat([request.prompt[:, :, begin:end] for request, begin, end in parts], dim=2)
 
 
 def test_pages_come_as_codes_where_pages_end() -> None:

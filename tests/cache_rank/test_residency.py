@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from held_sequences import Held, append_together, assert_hold_the_same, rows_of
+from held_sequences import Held, append_together, assert_hold_the_same, load_together, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 from small_models import GQA, small_config
@@ -52,6 +52,18 @@ def test_tokens_of_shared_steps_equal_whole_prompts(name: str) -> None:
         for position in range(held.resident - 5, held.resident):
             assert (held.query_ring[held.slot, :, :, position % 5] == position).all()
     assert (held.query_ring[[1, 3]] == 0).all()
+
+
+@every_format
+@pytest.mark.parametrize("parts", [[(400, 246)], [(100, 7), (1, 130), (290, 1), (9, 108)]])
+def test_shared_shipments_equal_whole_prompts(name: str, parts: list[tuple[int, int]]) -> None:
+    """At different positions of pages and groups, the first one's tokens before or behind."""
+    left, right = Held.two(name, 400, 246)
+    for index, (of_left, of_right) in enumerate(parts):
+        both = [(left, of_left), (right, of_right)]
+        load_together(both[:: -1 if index % 2 else 1])
+    assert_hold_the_same(left, Held.whole(name, 400))
+    assert_hold_the_same(right, Held.whole(name, 246, tokens_seed=1))
 
 
 def loaded(name: str) -> tuple[Held, Held]:

@@ -12,7 +12,7 @@ from modelled_request import Computed, Request, pack_up
 from torch import Tensor
 
 from cache_rank.config import CacheRankConfig
-from cache_rank.protocol import DownMessage, End, Load, Report, Row, Step
+from cache_rank.protocol import DownMessage, End, Load, LoadTogether, Report, Row, Step
 from cache_rank.schedule import LayerMessage
 from sglang_ext.two_ranks.exchange.connection import ProcessSettings
 from sglang_ext.two_ranks.supervisor import Supervisor
@@ -73,7 +73,7 @@ class InferenceRank:
             part = prompt[:, :, start : start + chunk].contiguous()
             self.send_load(Load(request.sequence_id, start, part.shape[2]), part)
 
-    def send_load(self, message: Load, shipment: Tensor) -> None:
+    def send_load(self, message: Load | LoadTogether, shipment: Tensor) -> None:
         self.connection.control.send(message)
         self.connection.link.bulk.send(shipment).wait(LONG)
 

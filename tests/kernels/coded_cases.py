@@ -15,7 +15,7 @@ from cache_rank.kernels.coded.reference import Codec, CodedTokens
 from cache_rank.kernels.hack.reference import GROUP, HackCodec
 from cache_rank.kernels.lynx.reference import DEFAULT_ALPHA, LynxCodec
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import Shipment
 
 PAGE = 256
 SLOTS, LAYERS, KV_HEADS = 5, 2, 2
@@ -206,12 +206,9 @@ def random_shipment(tokens: CodedTokens, count: int, seed: int = 0) -> Tensor:
 
 def load(tokens: CodedTokens, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
     """Load tokens as a residency does, by the references."""
-    slots, starts = on(pages.device, slot), on(pages.device, start)
-    layers = range(shipment.shape[1])
-    count = shipment.shape[2]
-    rows = PagedRows(pages[None], slots, starts)
-    reference.encode_groups(tokens, rows, count, layers, shipment)
-    append.load_tokens(shipment, *tokens.rings, slots, start)
+    came = Shipment.of_one(shipment, pages.cpu(), slot, start)
+    reference.encode_groups(tokens, came.rows, range(shipment.shape[1]), came)
+    append.load_tokens(came.in_rings(), *tokens.rings)
 
 
 def assert_same(left: CodedTokens, right: CodedTokens) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.append import reference, triton
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment, ShippedRow
 
 IMPLEMENTATIONS = (reference, triton)
 POISON = 7.0
@@ -149,11 +149,29 @@ def test_tokens_of_a_shipment_are_in_place_and_a_ring_of_pages_keeps_the_newest(
     shipment = torch.randn((2, 2, count, 3, 16), generator=generator).to(device, torch.bfloat16)
     expected = torch.full((2, 6, 2, 3, 4, 16), POISON, dtype=torch.bfloat16, device=device)
     pools = expected.clone()
-    ring = torch.tensor(pages, dtype=torch.int32, device=device)
-    implementation.load_tokens(shipment, *pools, ring, start)
+    ring = torch.tensor(pages, dtype=torch.int32)
+    implementation.load_tokens(Shipment.of_one(shipment, ring, 0, start), *pools)
     for token in range(count):  # the later of two tokens in one place stays
         page = pages[(start + token) // 4 % len(pages)]
         expected[:, page, :, :, (start + token) % 4] = shipment[:, :, token]
+    assert torch.equal(pools, expected)
+
+
+def test_tokens_of_several_sequences_in_any_order(
+    device: torch.device, implementation: Any
+) -> None:
+    """Each has its own pages, of which one is too short for what comes."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn((2, 2, 23, 3, 16), generator=generator).to(device, torch.bfloat16)
+    rows = [ShippedRow(0, 6, 15, 1), ShippedRow(2, 3, 1, 14), ShippedRow(1, 0, 16, 5)]
+    table = torch.tensor([[3, 1], [0, 4], [5, 2]], dtype=torch.int32)
+    expected = torch.full((2, 6, 2, 3, 4, 16), POISON, dtype=torch.bfloat16, device=device)
+    pools = expected.clone()
+    implementation.load_tokens(Shipment.of(tokens, table, rows), *pools)
+    for pages, (_, position, first, count) in zip(table.tolist(), rows, strict=True):
+        for token in range(count):
+            page, offset = pages[(position + token) // 4 % 2], (position + token) % 4
+            expected[:, page, :, :, offset] = tokens[:, :, first + token]
     assert torch.equal(pools, expected)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cache_rank.kernels.coded import reference, triton
 from cache_rank.kernels.coded.reference import CodedTokens
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment, ShippedRow
 from cache_rank.kernels.score import triton as score
 from cache_rank.kernels.wire.reference import to_wire, wire_width
 
@@ -101,8 +101,25 @@ def test_triton_encodes_of_a_shipment_what_the_reference_encodes(
     pages = on(device, 5, 0, 11)
     if start:
         load(tokens, pages, 2, 0, shipment[:, :, :start].contiguous())
-    rows = PagedRows(pages[None], on(device, 2), on(device, start))
-    encoded_by_both(tokens, rows, count, range(1), shipment[:, :, start:].contiguous())
+    new = Shipment.of_one(shipment[:, :, start:].contiguous(), pages.cpu(), 2, start)
+    encoded_by_both(tokens, new.rows, range(1), new)
+
+
+@pytest.mark.parametrize("name", ["quantspec 8", "lynx full", "hack 2", "hack 4, unfinished"])
+def test_triton_encodes_of_several_rows_what_the_reference_encodes(
+    device: torch.device, name: str
+) -> None:
+    """A row that completes groups, and two that complete none."""
+    tokens, table = four_sequences(name, device, torch.float32)
+    rows = [ShippedRow(3, 512, 40, 150), ShippedRow(0, 300, 0, 1), ShippedRow(1, 1, 1, 39)]
+    shipment = Shipment.of(random_shipment(tokens, 190), table[[3, 0, 1]].cpu(), rows)
+    found = encoded_by_both(tokens, shipment.rows, range(LAYERS), shipment)
+    alone = deepcopy(tokens)
+    for slot, position, first, count in rows:
+        part = shipment.tokens[:, :, first : first + count].contiguous()
+        one = Shipment.of_one(part, table[slot].cpu(), slot, position)
+        reference.encode_groups(alone, one.rows, range(LAYERS), one)
+    assert_same(found, alone)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +146,7 @@ def test_triton_encodes_of_a_step_what_the_reference_encodes(
             ring[slot, :, :, 255 % ring.shape[3]] = slot - 1.5
     for slots, starts in (((3, -1, 1, 0), (255, 255, 100, 255)), ((), ())):
         rows = PagedRows(table[: len(slots)], on(device, *slots), on(device, *starts))
-        found = encoded_by_both(tokens, rows, 1, range(1, LAYERS))
+        found = encoded_by_both(tokens, rows, range(1, LAYERS))
         assert bool(slots) != torch.equal(found.planes[0][0], tokens.planes[0][0])
 
 
@@ -158,10 +175,10 @@ def test_what_cannot_be_encoded_is_noted_by_its_place(
     shipment[part, 0, 33, 1, 3] = shipment[part, 1, 47, 0, -1] = wrong
     shipment[part, 1, 47, 0, -2] = shipment[part, 1, 48, 0, -1] = beside
     shipment[part, 1, -1, 1, 3] = float("nan")  # not in a complete group
-    rows = PagedRows(on(device, 1, 2, 3)[None], on(device, 0), on(device, 0))
+    came = Shipment.of_one(shipment, torch.tensor([1, 2, 3], dtype=torch.int32))
     for encode_groups in (reference.encode_groups, triton.encode_groups):
         tokens.not_finite.zero_()
-        encode_groups(tokens, rows, count, range(LAYERS), shipment)
+        encode_groups(tokens, came.rows, range(LAYERS), came)
         assert int(tokens.not_finite) == 1 + (part * LAYERS + 1) * KV_HEADS
 
 
@@ -320,8 +337,8 @@ def test_triton_at_full_size(name: str, group: int, head_dim: int) -> None:
     pages = torch.randperm(80, generator=generator, device=device).to(torch.int32)
     shipment = random_shipment(tokens, count)
     load(tokens, pages, 1, 0, shipment)
-    rows = PagedRows(pages[None], on(device, 1), on(device, 0))
-    triton.encode_groups(by_triton, rows, count, range(2), shipment)
+    came = Shipment.of_one(shipment, pages.cpu(), 1)
+    triton.encode_groups(by_triton, came.rows, range(2), came)
     assert_same(by_triton, tokens._replace(rings=by_triton.rings))
 
     queries = torch.randn((1, 1, kv_heads * group, head_dim), generator=generator, device=device)

@@ -7,7 +7,7 @@ import torch
 from sketch_cases import random_sketch
 from torch import Tensor
 
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment, ShippedRow
 from cache_rank.kernels.score import reference as score_reference
 from cache_rank.kernels.score import triton as score_triton
 from cache_rank.kernels.sketch import reference, triton
@@ -52,9 +52,9 @@ def encoded(
         (table.numel(), layers, kv_heads, PAGE, shape.bytes), dtype=torch.uint8, device=device
     )
     for pages, length in zip(table, lengths, strict=True):
-        keys = torch.randn(layers, length, kv_heads, head_dim, device=device)
+        tokens = torch.randn(2, layers, length, kv_heads, head_dim, device=device)
         if length:
-            reference.load_codes(keys, pool, sketch, shape, pages, 0)
+            reference.load_codes(Shipment.of_one(tokens, pages.cpu()), pool, sketch, shape)
     return pool, table, sketch, shape
 
 
@@ -82,12 +82,20 @@ def test_tokens_are_encoded_as_by_the_reference(
         torch.zeros((5, 3, kv_heads, PAGE, shape.bytes), dtype=torch.uint8, device=device)
         for _ in range(2)
     ]
-    pages = torch.tensor([3, 0, 4], dtype=torch.int32, device=device)
-    for start, count in ((0, 1), (1, 40), (250, 12)):
-        keys = torch.randn(3, count, kv_heads, head_dim, device=device).to(dtype)
+    pages = torch.tensor([[3, 0, 4], [1, 2, 1]], dtype=torch.int32)
+    both = [ShippedRow(1, 0, 4, 40), ShippedRow(0, 262, 0, 3)]  # and one of no row
+    for width, rows in (
+        (1, [ShippedRow(0, 0, 0, 1)]),
+        (40, [ShippedRow(0, 1, 0, 40)]),
+        (12, [ShippedRow(0, 250, 0, 12)]),
+        (44, both),
+    ):
+        tokens = torch.randn(2, 3, width, kv_heads, head_dim, device=device).to(dtype)
+        shipment = Shipment.of(tokens, pages[[row.slot for row in rows]], rows)
         for module, pool in zip((triton, reference), pools, strict=True):
-            module.load_codes(keys, pool, sketch, shape, pages, start)
+            module.load_codes(shipment, pool, sketch, shape)
     assert_codes_agree(*pools)
+    assert bool(pools[0][1].any())
 
     table = torch.tensor([[3, 0, 4], [1, 2, 1], [1, 2, 1]], dtype=torch.int32, device=device)
     slots = torch.tensor([2, -1, 0], dtype=torch.int32, device=device)

@@ -79,8 +79,10 @@ import sys
 import torch
 import cache_rank.process
 from cache_rank.kernels.append import load_tokens
+from cache_rank.kernels.rows import Shipment
 pool = torch.zeros((1, 1, 1, 4, 2))
-load_tokens(torch.ones((2, 1, 3, 1, 2)), pool, pool.clone(), torch.tensor([0]), 0)
+tokens, page = torch.ones((2, 1, 3, 1, 2)), torch.zeros(1, dtype=torch.int32)
+load_tokens(Shipment.of_one(tokens, page), pool, pool.clone())
 imported = sorted({name.split(".")[0] for name in sys.modules})
 
 import kernels

@@ -1,7 +1,7 @@
 """The newest tokens enter the paged pools, plain torch: the specification.
 
 The KV cache of the cache rank lies in pages, which a page table lists for each sequence. A decode
-step appends one token a row; a shipment of a prefill brings many tokens of one sequence.
+step appends one token a row; a shipment brings many of one sequence, or some of several.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment
 
 
 def append_step(
@@ -51,28 +51,22 @@ def append_step(
     value_pool[page.unsqueeze(-1), layer, :, offset] = values.to(value_pool.dtype)
 
 
-def load_tokens(
-    shipment: Tensor,
-    key_pool: Tensor,
-    value_pool: Tensor,
-    pages: Tensor,
-    start: int,
-) -> None:
-    """Store consecutive tokens of one sequence, for all layers.
+def load_tokens(shipment: Shipment, key_pool: Tensor, value_pool: Tensor) -> None:
+    """Store consecutive tokens of each row, for all layers.
 
     Args:
-        shipment: (2, layers, n, Hkv, D), keys and values.
+        shipment: what is stored. Positions beyond a row's pages start them again, as in
+            `append_step`, and the newest tokens stay.
         key_pool, value_pool: (pages, layers, Hkv, P, D), written in place.
-        pages: (pages of the sequence,) int32, in order. Positions beyond them start them again, as
-            in `append_step`, and the newest tokens stay.
-        start: position of the first token.
     """
-    page_tokens = key_pool.shape[3]
-    stop = start + shipment.shape[2]
-    first = max(start, stop - pages.shape[0] * page_tokens)
-    positions = torch.arange(first, stop, device=shipment.device)
-    page = pages[positions // page_tokens % pages.shape[0]].to(torch.int64)
-    offset = positions % page_tokens
-    keys, values = shipment[:, :, first - start :].transpose(1, 2)  # (n, layers, Hkv, D) each
-    key_pool[page, :, :, offset] = keys.to(key_pool.dtype)
-    value_pool[page, :, :, offset] = values.to(value_pool.dtype)
+    page_tokens, width = key_pool.shape[3], shipment.rows.page_table.shape[1]
+    for row, (_, position, first, count) in enumerate(shipment.on_host):
+        skipped = max(0, count - width * page_tokens)
+        positions = torch.arange(position + skipped, position + count, device=key_pool.device)
+        entries = positions // page_tokens % width
+        page = shipment.rows.page_table[row, entries].to(torch.int64)
+        offset = positions % page_tokens
+        tokens = shipment.tokens[:, :, first + skipped : first + count]
+        keys, values = tokens.transpose(1, 2)  # (n, layers, Hkv, D) each
+        key_pool[page, :, :, offset] = keys.to(key_pool.dtype)
+        value_pool[page, :, :, offset] = values.to(value_pool.dtype)

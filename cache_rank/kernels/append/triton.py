@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment
 
 _BLOCK_ELEMENTS = 2048
 """A program moves at most this many elements."""
@@ -115,30 +115,26 @@ def _append(
     tl.store(value_pool + in_pool + dims, content, mask=is_value)
 
 
-def load_tokens(
-    shipment: Tensor,
-    key_pool: Tensor,
-    value_pool: Tensor,
-    pages: Tensor,
-    start: int,
-) -> None:
+def load_tokens(shipment: Shipment, key_pool: Tensor, value_pool: Tensor) -> None:
     """See the reference. One launch; D is a power of two."""
-    _, layers, count, kv_heads, head_dim = shipment.shape
-    page_tokens = key_pool.shape[3]
-    assert shipment.is_contiguous()
+    _, layers, count, kv_heads, head_dim = shipment.tokens.shape
+    page_tokens, width = key_pool.shape[3], shipment.rows.page_table.shape[1]
+    assert shipment.tokens.is_contiguous()
     assert key_pool.is_contiguous()
     assert value_pool.is_contiguous()
+    assert shipment.rows.page_table.stride(1) == 1
     block_tokens = max(1, _BLOCK_ELEMENTS // head_dim)
-    skipped = max(0, count - pages.shape[0] * page_tokens)
-    _load[(triton.cdiv(count - skipped, block_tokens), layers * kv_heads, 2)](
-        shipment,
+    blocks = triton.cdiv(min(shipment.most, width * page_tokens), block_tokens)
+    _load[(blocks, layers * kv_heads * 2, len(shipment.on_host))](
+        shipment.tokens,
         key_pool,
         value_pool,
-        pages,
-        start,
+        *shipment.rows,
+        shipment.firsts,
+        shipment.counts,
         count,
-        skipped,
-        pages.shape[0],
+        shipment.rows.page_table.stride(0),
+        width,
         LAYERS=layers,
         KV_HEADS=kv_heads,
         PAGE_TOKENS=page_tokens,
@@ -148,41 +144,50 @@ def load_tokens(
 
 
 @triton.jit(
-    do_not_specialize=["start", "count", "skipped", "page_count"],
-    do_not_specialize_on_alignment=["pages"],
+    do_not_specialize=["whole", "page_stride", "max_pages"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions", "firsts", "counts"],
 )
 def _load(
     shipment,
     key_pool,
     value_pool,
-    pages,
-    start,
-    count,
-    skipped,
-    page_count,
+    page_table,
+    slots,
+    positions,
+    firsts,
+    counts,
+    whole,
+    page_stride,
+    max_pages,
     LAYERS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     PAGE_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """One program stores the keys, or the values, of BLOCK_TOKENS tokens in one head of a layer."""
-    # What the shipment holds.
+    """One program stores keys, or values, of BLOCK_TOKENS tokens of a row in one head of a layer.
+
+    The shipment has `whole` tokens.
+    """
+    # What the shipment holds of the row: the newest tokens that its pages have room for.
+    row = tl.program_id(2)
+    count = tl.load(counts + row)
+    skipped = tl.maximum(0, count - max_pages * PAGE_TOKENS)
     index = skipped + tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
-    part = tl.program_id(2)
+    unit, part = tl.program_id(1) // 2, tl.program_id(1) % 2
+    layer, head = unit // KV_HEADS, unit % KV_HEADS
     is_token = (index < count)[:, None]
     dims = tl.arange(0, HEAD_DIM)[None, :]
-    source = (part.to(tl.int64) * LAYERS + layer) * count * KV_HEADS
-    source = (source + index * KV_HEADS + head)[:, None] * HEAD_DIM + dims
+    token = (part.to(tl.int64) * LAYERS + layer) * whole + tl.load(firsts + row) + index
+    source = (token * KV_HEADS + head)[:, None] * HEAD_DIM + dims
     content = tl.load(shipment + source, mask=is_token)  # [BLOCK_TOKENS, D]
 
     # Where each token goes.
-    position = start + index
-    entry = position // PAGE_TOKENS % page_count
-    page = tl.load(pages + entry, mask=index < count, other=0).to(tl.int64)
-    row = ((page * LAYERS + layer) * KV_HEADS + head) * PAGE_TOKENS + position % PAGE_TOKENS
-    target = row[:, None] * HEAD_DIM + dims
+    position = tl.load(positions + row) + index
+    entry = page_table + row * page_stride + position // PAGE_TOKENS % max_pages
+    page = tl.load(entry, mask=index < count, other=0).to(tl.int64)
+    place = ((page * LAYERS + layer) * KV_HEADS + head) * PAGE_TOKENS + position % PAGE_TOKENS
+    target = place[:, None] * HEAD_DIM + dims
     content = content.to(key_pool.dtype.element_ty)
     if part == 0:
         tl.store(key_pool + target, content, mask=is_token)

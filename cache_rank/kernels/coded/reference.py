@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.wire.reference import to_wire
 
@@ -131,24 +131,19 @@ def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
 
 
 def encode_groups(
-    tokens: CodedTokens,
-    rows: PagedRows,
-    count: int,
-    layers: range,
-    shipment: Tensor | None = None,
+    tokens: CodedTokens, rows: PagedRows, layers: range, shipment: Shipment | None = None
 ) -> None:
     """Encode the groups that new tokens complete, and those that they begin if `unfinished`.
 
     Args:
         tokens: what is held; planes and not_finite are written in place.
-        rows: the rows of the step, where a position is that of the first new token.
-        count: how many new tokens each row has.
-        layers: which layers.
-        shipment: (2, layers, count, Hkv, D), the new keys and values of the one row. None where the
-            rings hold them already, which they may if each row has one new token.
+        rows: the rows of the step or the shipment, where a position is that of the first new token.
+        layers: which layers; of a shipment, all that it has.
+        shipment: what brings the new tokens. None where each row has one, and the rings hold it.
     """
     size, ring_tokens = tokens.group_tokens, tokens.rings[0].shape[3]
     for row, slot, start in rows.used():
+        first_new, count = (0, 1) if shipment is None else shipment.on_host[row][2:]
         begin = tokens.coded(start) // size * size
         for first in range(begin, tokens.coded(start + count), size):
             positions = torch.arange(first, first + size, device=rows.slots.device)
@@ -161,7 +156,8 @@ def encode_groups(
             ):
                 group = ring[slot, layers.start : layers.stop, :, positions % ring_tokens]
                 if shipment is not None:
-                    new = shipment[part][:, positions[is_new] - start].transpose(1, 2)
+                    is_shipped = positions[is_new] - start + first_new
+                    new = shipment.tokens[part][:, is_shipped].transpose(1, 2)
                     group[:, :, is_new] = new.to(group.dtype)
                 codes = codec.encode(group)  # of (L, Hkv, size, D)
                 _note_not_finite(tokens, part, layers, codes)

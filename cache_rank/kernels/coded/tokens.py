@@ -10,12 +10,26 @@ import triton.language as tl
 from cache_rank.kernels.wire.triton import store_tokens
 
 
+class Shipped(NamedTuple):
+    """Where a program finds the new tokens of a row.
+
+    Attributes:
+        tokens: (2, layers, whole, Hkv, D), or None where the ring has all tokens.
+        first: which of them is the row's first.
+        whole: how many there are of all rows.
+    """
+
+    tokens: Any
+    first: Any
+    whole: Any
+
+
 class GroupSource(NamedTuple):
     """Where a program finds the tokens of the group that it encodes.
 
     Attributes:
         ring: (slots, layers, Hkv, ring, D), keys or values.
-        shipment: (2, layers, count, Hkv, D), or None where the ring has all tokens.
+        shipped: the row's new tokens, see `Shipped`.
         part: 0 for keys, 1 for values.
         unit: index of (slot, layer, kv head) among those of the ring.
         first: position of the group's first token.
@@ -24,7 +38,7 @@ class GroupSource(NamedTuple):
     """
 
     ring: Any
-    shipment: Any
+    shipped: Any
     part: Any
     unit: Any
     first: Any
@@ -127,17 +141,18 @@ def load_group(source, dims, LAYOUT: tl.constexpr):
         position = tl.minimum(position, source.start + source.count - 1)
     held = source.unit * LAYOUT.ring + position % LAYOUT.ring
     held = held[:, None] * LAYOUT.head_dim + dims[None, :]
-    if source.shipment is None:
+    if source.shipped.tokens is None:
         return tl.load(source.ring + held).to(tl.float32)
     else:
         is_new = (position >= source.start)[:, None]
         layer_and_head = source.unit % (LAYOUT.layers * LAYOUT.kv_heads)
         layer, head = layer_and_head // LAYOUT.kv_heads, layer_and_head % LAYOUT.kv_heads
-        token = (source.part * LAYOUT.layers + layer) * source.count + position - source.start
+        token = (source.part * LAYOUT.layers + layer) * source.shipped.whole + source.shipped.first
+        token += position - source.start
         shipped = (token * LAYOUT.kv_heads + head)[:, None] * LAYOUT.head_dim + dims[None, :]
         old = tl.load(source.ring + held, mask=~is_new, other=0.0).to(tl.float32)
         # To the dtype of the ring and back, as if it had waited there.
-        new = tl.load(source.shipment + shipped, mask=is_new, other=0.0)
+        new = tl.load(source.shipped.tokens + shipped, mask=is_new, other=0.0)
         new = new.to(source.ring.dtype.element_ty)
         return tl.where(is_new, new.to(tl.float32), old)
 

@@ -21,14 +21,20 @@ from cache_rank.kernels.coded.attending import (
 )
 from cache_rank.kernels.coded.format import Format, Layout
 from cache_rank.kernels.coded.reference import CodedTokens
-from cache_rank.kernels.coded.tokens import GatherTarget, GroupSource, coded_tokens, place_in_pages
+from cache_rank.kernels.coded.tokens import (
+    GatherTarget,
+    GroupSource,
+    Shipped,
+    coded_tokens,
+    place_in_pages,
+)
 from cache_rank.kernels.hack.reference import HackCodec
 from cache_rank.kernels.hack.triton import FORMAT as HACK
 from cache_rank.kernels.lynx.reference import LynxCodec
 from cache_rank.kernels.lynx.triton import FORMAT as LYNX
 from cache_rank.kernels.quantspec.reference import QuantSpecCodec
 from cache_rank.kernels.quantspec.triton import FORMAT as QUANTSPEC
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment
 from cache_rank.kernels.score.reference import ScoreWorkspace
 from cache_rank.kernels.score.triton import (
     CHUNK_TOKENS,
@@ -66,28 +72,35 @@ own on an H200. So few are multiplied without instructions of a whole warp group
 
 
 def encode_groups(
-    tokens: CodedTokens,
-    rows: PagedRows,
-    count: int,
-    layers: range,
-    shipment: Tensor | None = None,
+    tokens: CodedTokens, rows: PagedRows, layers: range, shipment: Shipment | None = None
 ) -> None:
     """See the reference. One launch; D is a power of two."""
-    assert shipment is None or (shipment.is_contiguous() and len(rows.slots) == 1)
+    new, firsts, counts, most, whole = None, None, None, 1, 1
+    if shipment is not None:
+        new, firsts, counts, most = (
+            shipment.tokens,
+            shipment.firsts,
+            shipment.counts,
+            shipment.most,
+        )
+        whole = new.shape[2]
+        assert new.is_contiguous()
     of, layout = _FORMATS[type(tokens.codecs[0])], Layout.of(tokens)
     parameters = of.encoding(tokens)
     in_front = tokens.group_tokens - 1 if tokens.unfinished else 0  # tokens of the first group
-    most_groups = triton.cdiv(count + in_front, tokens.group_tokens)
+    most_groups = triton.cdiv(most + in_front, tokens.group_tokens)
     # Groups of a row; keys and values of each layer and kv head; rows.
     _encode[(most_groups, len(layers) * layout.kv_heads * 2, len(rows.slots))](
         *tokens.planes,
         *tokens.rings,
         parameters.tables,
-        shipment,
+        new,
+        firsts,
+        counts,
         *rows,
         tokens.not_finite,
         layers.start,
-        count,
+        whole,
         rows.page_table.stride(0),
         ENCODE=of.encode,
         KEYS_AS_VALUES=of.keys_as_values,
@@ -232,8 +245,8 @@ def attend_codes(
 
 
 @triton.jit(
-    do_not_specialize=["first_layer", "count", "page_stride"],
-    do_not_specialize_on_alignment=["page_table", "slots", "starts"],
+    do_not_specialize=["first_layer", "whole", "page_stride"],
+    do_not_specialize_on_alignment=["page_table", "slots", "starts", "firsts", "counts"],
 )
 def _encode(
     key_planes,
@@ -242,12 +255,14 @@ def _encode(
     value_ring,
     tables,
     shipment,
+    firsts,
+    counts,
     page_table,
     slots,
     starts,
     not_finite,
     first_layer,
-    count,
+    whole,
     page_stride,
     ENCODE: tl.constexpr,
     KEYS_AS_VALUES: tl.constexpr,
@@ -259,6 +274,11 @@ def _encode(
     row = tl.program_id(2)
     slot = tl.load(slots + row).to(tl.int64)
     start = tl.load(starts + row)
+    if shipment is None:
+        count, first_new = 1, 0
+    else:
+        count, first_new = tl.load(counts + row), tl.load(firsts + row)
+    shipped = Shipped(shipment, first_new, whole)
     unit, part = tl.program_id(1) // 2, tl.program_id(1) % 2
     layer, head = first_layer + unit // LAYOUT.kv_heads, unit % LAYOUT.kv_heads
     first = coded_tokens(start, LAYOUT) + tl.program_id(0) * LAYOUT.group_tokens
@@ -276,13 +296,13 @@ def _encode(
             ring, planes = key_ring, key_planes
         else:
             ring, planes = value_ring, value_planes
-        source = GroupSource(ring, shipment, part, ring_unit, first, start, count)
+        source = GroupSource(ring, shipped, part, ring_unit, first, start, count)
         finite = ENCODE(planes, group, source, tables, True, LAYOUT, CONSTANTS)
     elif part == 0:
-        source = GroupSource(key_ring, shipment, 0, ring_unit, first, start, count)
+        source = GroupSource(key_ring, shipped, 0, ring_unit, first, start, count)
         finite = ENCODE(key_planes, group, source, tables, True, LAYOUT, CONSTANTS)
     else:
-        source = GroupSource(value_ring, shipment, 1, ring_unit, first, start, count)
+        source = GroupSource(value_ring, shipped, 1, ring_unit, first, start, count)
         finite = ENCODE(value_planes, group, source, tables, False, LAYOUT, CONSTANTS)
     if finite == 0:  # see `CodedTokens.not_finite`
         UNITS: tl.constexpr = LAYOUT.layers * LAYOUT.kv_heads

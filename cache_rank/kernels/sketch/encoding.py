@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment
 from cache_rank.kernels.sketch.reference import Sketch, SketchShape
 
 BLOCK_KEYS = 32
@@ -28,54 +28,52 @@ def append_codes(
 ) -> None:
     """See the reference. One launch; D is a power of two."""
     by_token = keys.transpose(0, 1)  # (L, R, Hkv, D)
-    _encode_tokens(by_token, code_pool, sketch, shape, *rows, first_layer, None)
+    grid = encode_grid(by_token.shape[1], by_token.shape[0] * by_token.shape[2], shape)
+    _launch(grid, by_token, code_pool, sketch, shape, rows, first_layer)
 
 
-def load_codes(
-    keys: Tensor,
-    code_pool: Tensor,
-    sketch: Sketch,
-    shape: SketchShape,
-    pages: Tensor,
-    start: int,
-) -> None:
+def load_codes(shipment: Shipment, code_pool: Tensor, sketch: Sketch, shape: SketchShape) -> None:
     """See the reference. One launch; D is a power of two."""
-    _encode_tokens(keys, code_pool, sketch, shape, pages.unsqueeze(0), None, None, 0, start)
+    keys = shipment.tokens[0]
+    blocks, heads, parts = encode_grid(shipment.most, keys.shape[0] * keys.shape[2], shape)
+    grid = (blocks * len(shipment.on_host), heads, parts)
+    place = shipment.firsts, shipment.counts, blocks
+    _launch(grid, keys, code_pool, sketch, shape, shipment.rows, 0, *place)
 
 
-def _encode_tokens(
+def _launch(
+    grid: tuple[int, int, int],
     keys: Tensor,
     code_pool: Tensor,
     sketch: Sketch,
     shape: SketchShape,
-    page_table: Tensor,
-    slots: Tensor | None,
-    positions: Tensor | None,
+    rows: PagedRows,
     first_layer: int,
-    start: int | None,
+    firsts: Tensor | None = None,
+    counts: Tensor | None = None,
+    blocks: int = 1,
 ) -> None:
-    """Encode tokens, (layers, n, Hkv, D): one a row of the table, or from `start` on of the one."""
-    layers, count, kv_heads, head_dim = keys.shape
+    """Encode tokens, (layers, n, Hkv, D): one a row, or of a shipment."""
+    _, count, kv_heads, head_dim = keys.shape
     assert sketch.keys.shape[2] == shape.channels
     assert keys.stride(3) == 1
-    assert page_table.stride(1) == 1
+    assert rows.page_table.stride(1) == 1
     assert code_pool.is_contiguous()
     assert code_pool.shape[4] == shape.bytes
-    _encode[encode_grid(count, layers * kv_heads, shape)](
+    _encode[grid](
         keys,
         sketch.keys,
         sketch.shift,
         code_pool,
-        page_table,
-        page_table if slots is None else slots,
-        page_table if positions is None else positions,
+        *rows,
+        firsts,
+        counts,
         first_layer,
-        start or 0,
+        blocks,
         count,
         *keys.stride()[:3],
         code_pool.shape[1],
-        page_table.stride(0),
-        IS_LOAD=start is not None,
+        rows.page_table.stride(0),
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         FINE=shape.fine,
@@ -168,8 +166,8 @@ def encode_block(
 
 
 @triton.jit(
-    do_not_specialize=["first_layer", "start", "count", "pool_layers", "page_stride"],
-    do_not_specialize_on_alignment=["page_table", "slots", "positions"],
+    do_not_specialize=["first_layer", "blocks", "tokens", "pool_layers", "page_stride"],
+    do_not_specialize_on_alignment=["page_table", "slots", "positions", "firsts", "counts"],
 )
 def _encode(
     keys,
@@ -179,15 +177,16 @@ def _encode(
     page_table,
     slots,
     positions,
+    firsts,
+    counts,
     first_layer,
-    start,
-    count,
+    blocks,
+    tokens,
     layer_stride,
     token_stride,
     head_stride,
     pool_layers,
     page_stride,
-    IS_LOAD: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     FINE: tl.constexpr,
@@ -196,20 +195,26 @@ def _encode(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program encodes a part of the channels of BLOCK keys of a head."""
+    """One program encodes a part of the channels of BLOCK keys of a head.
+
+    They are of a row each, or if rows have a first token, one of a row's `blocks` blocks.
+    """
     layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
-    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_token = index < count
-    if IS_LOAD:
-        position = start + index
-        table = page_table + tl.zeros_like(index)
+    if firsts is None:
+        token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        is_token = token < tokens
+        position = tl.load(positions + token, mask=is_token, other=0)
+        is_token = is_token & (tl.load(slots + token, mask=is_token, other=-1) >= 0)
+        table = page_table + token.to(tl.int64) * page_stride
     else:
-        position = tl.load(positions + index, mask=is_token, other=0)
-        is_token = is_token & (tl.load(slots + index, mask=is_token, other=-1) >= 0)
-        table = page_table + index.to(tl.int64) * page_stride
+        row, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+        index = block * BLOCK + tl.arange(0, BLOCK)
+        is_token = index < tl.load(counts + row)
+        position, token = tl.load(positions + row) + index, tl.load(firsts + row) + index
+        table = page_table + row.to(tl.int64) * page_stride + tl.zeros_like(index)
     page = tl.load(table + position // PAGE, mask=is_token, other=0).to(tl.int64)
     dims = tl.arange(0, HEAD_DIM)
-    source = layer.to(tl.int64) * layer_stride + index.to(tl.int64) * token_stride
+    source = layer.to(tl.int64) * layer_stride + token.to(tl.int64) * token_stride
     source += head * head_stride
     key = tl.load(keys + source[:, None] + dims[None, :], mask=is_token[:, None], other=0.0).to(
         tl.float32

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from cache_rank.kernels.nibbles.reference import pack, unpack
-from cache_rank.kernels.rows import PagedRows
+from cache_rank.kernels.rows import PagedRows, Shipment
 from cache_rank.kernels.score.reference import ScoreWorkspace
 
 FINE_STEP, COARSE_STEP = 0.3352, 0.9957
@@ -283,25 +283,19 @@ def append_codes(
     code_pool[page.unsqueeze(-1), layer, :, offset] = codes.permute(2, 0, 1, 3)
 
 
-def load_codes(
-    keys: Tensor,
-    code_pool: Tensor,
-    sketch: Sketch,
-    shape: SketchShape,
-    pages: Tensor,
-    start: int,
-) -> None:
+def load_codes(shipment: Shipment, code_pool: Tensor, sketch: Sketch, shape: SketchShape) -> None:
     """Encode the keys of a shipment.
 
     Args:
-        keys: (layers, n, Hkv, D).
+        shipment: whose they are; its values are not read.
         code_pool: (pages, layers, Hkv, P, bytes) uint8, written in place.
         sketch, shape: as for `score_sketch`.
-        pages: (max pages,) int32, the pages of the sequence in order.
-        start: position of the first token.
     """
     page_tokens = code_pool.shape[3]
-    position = torch.arange(start, start + keys.shape[1], device=keys.device)
-    page = pages[position // page_tokens].to(torch.int64)
-    codes = encode_keys(keys.transpose(1, 2), sketch, shape)  # (layers, Hkv, n, bytes)
-    code_pool[page, :, :, position % page_tokens] = codes.permute(2, 0, 1, 3)
+    keys = shipment.tokens[0].transpose(1, 2)
+    codes = encode_keys(keys, sketch, shape)  # (layers, Hkv, n, bytes)
+    for row, (_, position, first, count) in enumerate(shipment.on_host):
+        positions = torch.arange(position, position + count, device=codes.device)
+        page = shipment.rows.page_table[row, positions // page_tokens].to(torch.int64)
+        of_row = codes[:, :, first : first + count]
+        code_pool[page, :, :, positions % page_tokens] = of_row.permute(2, 0, 1, 3)

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from cache_rank.batch_metadata import BatchMetadata
 from cache_rank.config import CacheRankConfig
-from cache_rank.copies import upload
 from cache_rank.kernels.append import append_step, load_tokens
 from cache_rank.kernels.mosaickv import attend_packed, gather_packed, score_packed_step
 from cache_rank.kernels.mosaickv.reference import PackedWorkspace, packed_workspace
 from cache_rank.kernels.newest.reference import attend_to, merge
+from cache_rank.kernels.rows import Shipment, ShippedRow
 from cache_rank.residency.base import Residency
 from cache_rank.residency.mosaickv.memory import PackedMemory
 from cache_rank.residency.mosaickv.segments import OPENING_TOKENS, Segments
@@ -87,18 +87,20 @@ class MosaicKVResidency(Residency):
         self._memory = PackedMemory(self._compression(config), config, pages, device)
         self._segments: dict[int, Segments] = {}
 
-    def _load(self, pages: Tensor, slot: int, start: int, shipment: Tensor) -> None:
-        if start == 0:
-            self._begin(slot)
-        segments, every_layer = self._segments[slot], range(self._model.layers)
-        (place,) = upload((torch.tensor([slot], dtype=torch.int32),), self._device)
-        begin, stop = start, start + shipment.shape[2]
-        while begin < stop:  # what is compressed next may still lie where later tokens go
-            end = segments.at_once(begin, stop)
-            part = shipment[:, :, begin - start : end - start].contiguous()
-            load_tokens(part, *self._memory.store.rings, place, begin)
-            segments.append(pages, every_layer, begin, end)
-            begin = end
+    def _load(self, shipment: Shipment) -> None:
+        every_layer, rings = range(self._model.layers), self._memory.store.rings
+        for row, (slot, start, first, count) in enumerate(shipment.on_host):
+            if start == 0:
+                self._begin(slot)
+            segments, pages = self._segments[slot], shipment.rows.page_table[row]
+            begin, stop = start, start + count
+            while begin < stop:  # what is compressed next may still lie where later tokens go
+                end = segments.at_once(begin, stop)
+                part = ShippedRow(slot, begin, first + begin - start, end - begin)
+                ring = torch.tensor([[slot]], dtype=torch.int32)
+                load_tokens(Shipment.of(shipment.tokens, ring, [part]), *rings)
+                segments.append(pages, every_layer, begin, end)
+                begin = end
 
     def _append(self, rows: BatchMetadata, layers: range, up: Tensor, query_ring: Tensor) -> None:
         for slot, position in rows.on_host:

@@ -28,6 +28,7 @@ from cache_rank.protocol import (
     AttendedMessage,
     KeyBasis,
     Load,
+    LoadTogether,
     QueryProjection,
     Restore,
     Row,
@@ -208,14 +209,20 @@ class Exchange(ABC):
         self.connection.link.bulk.send(tensor).wait(self.connection.timeout)
         self.counters.bulk_bytes += tensor.nbytes
 
-    def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
-        """Send the next tokens of a prompt, whose pool rows are given, in the background."""
-        count, model = len(pool_rows), self._config.model
-        memory = self._make_room(count * model.bytes_per_token)
-        shipment = memory.view(model.torch_dtype).view(bulk_shape(self._config, count))
+    def ship(self, parts: Sequence[tuple[SparseSequence, int]], pool_rows: Tensor) -> None:
+        """Send the next tokens of each sequence, so many, in the background.
+
+        Args:
+            pool_rows: (n,) int64, of the tokens of one sequence after the other.
+        """
+        model = self._config.model
+        memory = self._make_room(len(pool_rows) * model.bytes_per_token)
+        shipment = memory.view(model.torch_dtype).view(bulk_shape(self._config, len(pool_rows)))
         collect_tokens(self._slots.keys, self._slots.values, pool_rows, shipment)
-        self._send_shipment(Load(sequence.sequence_id, sequence.shipped, count), shipment)
-        sequence.shipped += count
+        loads = [Load(sequence.sequence_id, sequence.shipped, count) for sequence, count in parts]
+        self._send_shipment(loads[0] if len(loads) == 1 else LoadTogether(loads), shipment)
+        for sequence, count in parts:
+            sequence.shipped += count
 
     def ship_pages(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
         """Send the next complete pages of a prompt, as codes, in the background.
@@ -262,8 +269,8 @@ class Exchange(ABC):
         self._next = start
         return self._memory[start % whole :][:size]
 
-    def _send_shipment(self, load: Load, shipment: Tensor) -> None:
-        self.connection.control.send(load)
+    def _send_shipment(self, message: Load | LoadTogether, shipment: Tensor) -> None:
+        self.connection.control.send(message)
         self.counters.bulk_bytes += shipment.nbytes
         self._shipments.append((self._next, self.connection.link.bulk.send(shipment)))
         self._next += -(-shipment.nbytes // _ALIGNMENT) * _ALIGNMENT

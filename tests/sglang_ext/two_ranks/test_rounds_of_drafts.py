@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,8 +27,9 @@ class Rounds:
         self.chunk, self.steps = chunk, 0
         self.attended = AttendedRound()
 
-    def ship(self, sequence: SparseSequence, tokens: int) -> None:
-        sequence.shipped = min(tokens, sequence.shipped + self.chunk)
+    def ship(self, sequences: Sequence[tuple[SparseSequence, int]]) -> None:
+        for sequence, tokens in sequences:
+            sequence.shipped = min(tokens, sequence.shipped + self.chunk)
 
     def begin(self, request: Any, length: int, is_up: bool = True, drafts: bool = True) -> bool:
         is_exchanged, self.attended = self.planner.begin_round(
@@ -94,7 +96,7 @@ def test_a_rank_that_is_lost_while_a_round_begins_leaves_it_dense() -> None:
     rounds.begin(request, 14)
     planner: StepPlanner = rounds.planner
 
-    def lose(sequence: SparseSequence, tokens: int) -> None:
+    def lose(sequences: Any) -> None:
         for row in list(planner.lifecycle.live):
             planner.lifecycle.end(row)
             planner.table.forget(row)
@@ -113,8 +115,8 @@ def test_a_sequence_begins_when_it_is_shipped() -> None:
     rounds, early, late = Rounds(), request_on(1), request_on(2)
     shipped: list[int] = []
 
-    def ship(sequence: SparseSequence, tokens: int) -> None:
-        shipped.append(sequence.sequence_id)
+    def ship(sequences: Sequence[tuple[SparseSequence, int]]) -> None:
+        shipped.extend(sequence.sequence_id for sequence, _ in sequences)
 
     begin = rounds.planner.begin_round
     is_exchanged, _ = begin([late, early], [3, 14], True, ship, False)

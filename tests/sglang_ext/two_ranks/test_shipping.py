@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,6 +35,7 @@ class CacheRank:
 
     def __init__(self) -> None:
         self.came: dict[int, list[tuple[str, int, int]]] = {}
+        self.shipments: list[int] = []  # how many sequences each of tokens as they are is of
 
     def call(self, action: Callable[[Any], None]) -> None:
         action(self)
@@ -45,9 +46,12 @@ class CacheRank:
     def adopt(self, sequence: SparseSequence, names: list[int]) -> None:
         self._note(sequence, "adopted", 0, len(names) * PAGE_TOKENS)
 
-    def ship(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
-        self._note(sequence, "as they are", sequence.shipped, len(pool_rows), pool_rows)
-        sequence.shipped += len(pool_rows)
+    def ship(self, parts: Sequence[tuple[SparseSequence, int]], pool_rows: Tensor) -> None:
+        self.shipments.append(len(parts))
+        of_parts = pool_rows.split([count for _, count in parts])
+        for (sequence, count), rows in zip(parts, of_parts, strict=True):
+            self._note(sequence, "as they are", sequence.shipped, count, rows)
+            sequence.shipped += count
 
     def ship_pages(self, sequence: SparseSequence, pool_rows: Tensor) -> None:
         self._note(sequence, "encoded here", sequence.complete, len(pool_rows), pool_rows)
@@ -72,14 +76,13 @@ class CacheRank:
 class Server:
     """Prompts come to it, the same one to several requests."""
 
-    def __init__(self, coded_tokens: int) -> None:
+    def __init__(self, coded_tokens: int, table: Tensor | None = None) -> None:
         self.cache_rank: Any = CacheRank()
         prompts = SharedPrompts(TAIL)
         self.lifecycle = Lifecycle(CONFIG, Reserve(0, 12, 8), 1, 1 << 20, prompts)
         self.lifecycle.capacity_tokens = 1 << 20
-        self.shipping = Shipping(
-            self.cache_rank, self.lifecycle, torch.empty(0), 512, coded_tokens, TAIL
-        )
+        table = torch.empty(0) if table is None else table
+        self.shipping = Shipping(self.cache_rank, self.lifecycle, table, 512, coded_tokens, TAIL)
 
     def begin(self, slot: int) -> SparseSequence:
         request = fake_request(
@@ -92,6 +95,12 @@ class Server:
         )
         prepare_requests([request])
         return self.lifecycle.begin(request, len(ROWS))
+
+    def begin_shipped(self, slot: int, shipped: int) -> SparseSequence:
+        """A request of which so many tokens have been shipped, and whose rows are ROWS."""
+        sequence = self.begin(slot)
+        sequence.prefix.began, sequence.shipped = True, shipped
+        return sequence
 
     def come(self, sequence: SparseSequence, *pages: int, codes: Any = None) -> list[Any]:
         """Pages come, counted from 0; what was shipped of the sequence so far."""
@@ -150,3 +159,22 @@ def test_nothing_is_shipped_of_a_sequence_that_has_ended() -> None:
     server.come(sequence, 0, codes=CODES)
     server.lifecycle.end(1)
     assert len(server.come(sequence, 1, 2, codes=CODES)) == 1
+
+
+def test_what_little_is_missing_of_sequences_goes_together() -> None:
+    """As much as fits into a chunk; what is complete, or lacks more, does not go with it."""
+    table = ROWS.repeat(5, 1)
+    server = Server(0, table=table)
+    begun = [server.begin_shipped(slot, shipped) for slot, shipped in ((1, 3), (2, 1190))]
+    begun += [server.begin_shipped(slot, 900) for slot in (3, 4)]
+    lengths = [300, 1197, 1109, 901]
+    assert not server.shipping.lacks_little(begun[0], 3)
+    assert not server.shipping.lacks_little(begun[0], 3 + 513)
+    assert not server.shipping.lacks_little(server.begin(0), 3)  # it has to begin
+    together = list(zip(begun, lengths, strict=True))
+    assert all(server.shipping.lacks_little(*one) for one in together)
+    server.shipping.complete(together)
+    assert server.cache_rank.shipments == [2, 2]
+    assert [sequence.shipped for sequence in begun] == lengths
+    server.shipping.complete([])
+    assert server.cache_rank.shipments == [2, 2]

@@ -224,8 +224,8 @@ class InferenceSide:
         )
         request = Decoding(sequence, 100 * (sequence_id - 1), prompt)
         pool_rows = torch.arange(request.first_row, request.first_row + prompt)
-        self.exchange.ship(sequence, pool_rows[: prompt // 2])
-        self.exchange.ship(sequence, pool_rows[prompt // 2 :])
+        for rows in (pool_rows[: prompt // 2], pool_rows[prompt // 2 :]):
+            self.exchange.ship([(sequence, len(rows))], rows)
         assert sequence.shipped == prompt
         return request
 

@@ -196,7 +196,7 @@ def test_what_is_under_way_is_not_written_over(monkeypatch: pytest.MonkeyPatch) 
     for count in (10, 20, 15, 1, 1, 40, 45, 5, 7, 9, 3, 30):
         before = side.connection.log.count("wait for bulk")
         rows = torch.arange(sequence.shipped, sequence.shipped + count)
-        side.exchange.ship(sequence, rows)
+        side.exchange.ship([(sequence, count)], rows)
         del under_way[: side.connection.log.count("wait for bulk") - before]
         for shipment, sent in under_way:
             assert torch.equal(shipment, sent)
