@@ -143,6 +143,7 @@ class CacheRank:
         """
         config, selector = self.config, self.selector
         self._require_fit([load.count for load in loads])
+        _require(not any(load.as_codes for load in loads), "LoadTogether of codes")
         count = sum(load.count for load in loads)
         with self._receive_bulk(bulk_shape(config, count), config.model.torch_dtype) as tokens:
             parts: dict[int, tuple[ResidentSequence, int, int]] = {}

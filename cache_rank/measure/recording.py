@@ -74,7 +74,7 @@ class Recorder:
         if self._folder is None:
             return
         for name, part in content.items():
-            content[name] = part.cpu() if isinstance(part, Tensor) else part
+            content[name] = part.cpu().contiguous() if isinstance(part, Tensor) else part
         self._events += 1
         temporary = self._folder / f"{self._events:08d}.writing"
         torch.save({"kind": kind, **content}, temporary)

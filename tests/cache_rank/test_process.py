@@ -184,9 +184,10 @@ def test_loads_of_several_sequences_come_together_and_each_is_refused_by_itself(
     ]
     of_rest = [(second, 290, 300), (first, 0, 5), (second, 290, 300), (first, 12, 20)]
     rank.send_load(LoadTogether(rest), tokens_of(of_rest))
-    for loads in ([], [Load(first.sequence_id, 20, 0)]):
+    code = Load(first.sequence_id, 0, PAGE_TOKENS, as_codes=True)
+    for loads in ([], [Load(first.sequence_id, 20, 0)], [code]):
         rank.connection.control.send(LoadTogether(loads))
-    rank.expect_refused(3)
+    rank.expect_refused(4)
     rank.decode([second, first])
     rank.end(first)
     rank.end(second)

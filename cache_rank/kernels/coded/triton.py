@@ -75,15 +75,11 @@ def encode_groups(
     tokens: CodedTokens, rows: PagedRows, layers: range, shipment: Shipment | None = None
 ) -> None:
     """See the reference. One launch; D is a power of two."""
-    new, firsts, counts, most, whole = None, None, None, 1, 1
+    new, firsts, counts = None, None, None
+    most = whole = 1
     if shipment is not None:
-        new, firsts, counts, most = (
-            shipment.tokens,
-            shipment.firsts,
-            shipment.counts,
-            shipment.most,
-        )
-        whole = new.shape[2]
+        new, _, firsts, counts, _ = shipment
+        most, whole = shipment.most, new.shape[2]
         assert new.is_contiguous()
     of, layout = _FORMATS[type(tokens.codecs[0])], Layout.of(tokens)
     parameters = of.encoding(tokens)
