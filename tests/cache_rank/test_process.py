@@ -365,7 +365,7 @@ def test_a_process_that_beats_but_handles_nothing_more_is_down(
         connection.open(small_config(GQA))
         reports: list[Report] = []
         connection.control.send(Step(1, [Row(1, 1)]))  # it waits for tensors
-        with pytest.raises(CacheRankDownError, match="is stuck for 1 s"):
+        with pytest.raises(CacheRankDownError, match="has been stuck for 1 s"):
             connection.watch(reports.append)
         assert connection.process.poll() is None
 

@@ -182,7 +182,9 @@ class Connection:
                 on_report(message)
             self._check_alive()
             if (busy := time.monotonic() - reported) > BUSY_SECONDS:
-                raise CacheRankDownError(f"process {self.process.pid} is stuck for {busy:.0f} s")
+                raise CacheRankDownError(
+                    f"process {self.process.pid} has been stuck for {busy:.0f} s"
+                )
             self.check()
 
     def _check_alive(self) -> None:
