@@ -75,12 +75,9 @@ def encode_groups(
     tokens: CodedTokens, rows: PagedRows, layers: range, shipment: Shipment | None = None
 ) -> None:
     """See the reference. One launch; D is a power of two."""
-    new, firsts, counts = None, None, None
-    most = whole = 1
-    if shipment is not None:
-        new, _, firsts, counts, _ = shipment
-        most, whole = shipment.most, new.shape[2]
-        assert new.is_contiguous()
+    new, _, firsts, counts, _ = shipment or (None,) * 5
+    most = 1 if shipment is None else shipment.most
+    assert new is None or new.is_contiguous()
     of, layout = _FORMATS[type(tokens.codecs[0])], Layout.of(tokens)
     parameters = of.encoding(tokens)
     in_front = tokens.group_tokens - 1 if tokens.unfinished else 0  # tokens of the first group
@@ -96,7 +93,7 @@ def encode_groups(
         *rows,
         tokens.not_finite,
         layers.start,
-        whole,
+        1 if new is None else new.shape[2],
         rows.page_table.stride(0),
         ENCODE=of.encode,
         KEYS_AS_VALUES=of.keys_as_values,
