@@ -183,13 +183,13 @@ def test_what_has_left_the_pool_is_retracted_last(servers: Servers, plain_server
     prefill, _, working_set, whole = servers
     long_ones, later = random_prompts([900, 800], seed=7), PROMPTS[3:4]
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask_both, prefill, working_set, long_ones, 450, **DENSE)
+        asked = pool.submit(ask_both, prefill, working_set, long_ones, 700, **DENSE)
         wait_until(lambda: working_set.cache_rank()["pool_free_tokens"] < 790, 20)
         (answer,) = ask_both(prefill, working_set, later, 500)
         dense = asked.result()
     (expected,) = whole.generate_all(later, 500)
     assert (answer["output_ids"], retractions(answer)) == (expected["output_ids"], 0)
-    expected = plain_server.generate_all(long_ones, 450)
+    expected = plain_server.generate_all(long_ones, 700)
     assert [each["output_ids"] for each in dense] == [each["output_ids"] for each in expected]
     assert sum(map(retractions, dense)) > 0
     wait_until_nothing_is_left(working_set)
