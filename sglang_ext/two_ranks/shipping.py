@@ -77,9 +77,10 @@ class Shipping:
         self._ship_together(parts)
 
     def _ship_together(self, parts: list[tuple[SparseSequence, int]]) -> None:
-        rows = [self._pool_rows(sequence, sequence.shipped, count) for sequence, count in parts]
+        table = self._req_to_token
+        rows = [table[each.row, each.shipped : each.shipped + count] for each, count in parts]
         if rows:
-            pool_rows = torch.cat(rows)
+            pool_rows = torch.cat(rows).to(torch.int64)
             self._cache_rank.call(lambda exchange: exchange.ship(parts, pool_rows))
         for sequence, _ in parts:
             self._name_shipped(sequence)
