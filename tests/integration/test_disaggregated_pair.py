@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -82,10 +83,12 @@ def wait_until_nothing_is_left(server: Server) -> None:
 
 
 def kill_cache_rank(server: Server, sparse: int) -> None:
-    """Kill it once so many requests are sparse, and have made a few such steps."""
+    """Kill it once so many requests are sparse, and a step of theirs waits for answers."""
     wait_until(lambda: server.cache_rank()["sparse_requests"] >= sparse, 60)
     steps = server.cache_rank()["steps"]
     wait_until(lambda: server.cache_rank()["steps"] >= steps + 20, 60)
+    server.signal_cache_rank(signal.SIGSTOP)
+    time.sleep(0.5)
     server.signal_cache_rank(signal.SIGKILL)
 
 
