@@ -65,7 +65,7 @@ class Shipment(NamedTuple):
         tokens: (2, layers, n, Hkv, D), keys and values, contiguous.
         rows: whose they are; a position is that of a row's first new token.
         firsts, counts: (R,) int32, which of the tokens are those of each row.
-        on_host: the same, so that nobody has to ask the device.
+        on_host: each row as the host knows it, so that nobody has to ask the device.
     """
 
     tokens: Tensor
@@ -94,7 +94,7 @@ class Shipment(NamedTuple):
 
     @property
     def most(self) -> int:
-        """So many tokens has the row with most of them."""
+        """The most tokens that a row has."""
         return max(row.tokens for row in self.on_host)
 
     def in_rings(self) -> Shipment:

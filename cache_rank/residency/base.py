@@ -177,7 +177,7 @@ class Residency(ABC):
     def load_tail(self, shipment: Shipment) -> None:
         """Take over tokens whose pages came complete before them, so that they can be newest.
 
-        They are `tail_tokens` before the end of their page or later.
+        The first of a row is at most `tail_tokens` before the end of its page.
         """
         return
 

@@ -92,7 +92,7 @@ class DecodeStep:
                 if self._cache_rank.exchange is None:
                     return
                 self._shipping.advance(sequence, tokens)
-        self._shipping.complete(together)
+        self._shipping.ship_rest(together)
 
     def run(
         self, requests: list[Any], lengths: list[int], forward: Callable[[], Result]

@@ -56,12 +56,12 @@ class Shipping:
         self._name_shipped(sequence)
 
     def lacks_little(self, sequence: SparseSequence, length: int) -> bool:
-        """Whether the cache rank has all but a chunk, or less, of so many tokens."""
+        """Whether a sequence that has begun lacks no more than a chunk of so many tokens."""
         missing = length - sequence.shipped
         return not sequence.ended and sequence.shipped > 0 and 0 < missing <= self._chunk_tokens
 
-    def complete(self, sequences: Sequence[tuple[SparseSequence, int]]) -> None:
-        """Ship what the cache rank lacks of sequences, which is little, as much as fits at once.
+    def ship_rest(self, sequences: Sequence[tuple[SparseSequence, int]]) -> None:
+        """Ship what is missing of sequences that lack little, several of them at once.
 
         Each shipment takes the cache rank about a millisecond, whatever is in it.
         """

@@ -197,7 +197,7 @@ def _encode(
 ):
     """One program encodes a part of the channels of BLOCK keys of a head.
 
-    They are of a row each, or if rows have a first token, one of a row's `blocks` blocks.
+    Each key is one row's; with `firsts`, all are of one row, and one of its `blocks` blocks.
     """
     layer, head = tl.program_id(1) // KV_HEADS, tl.program_id(1) % KV_HEADS
     if firsts is None:

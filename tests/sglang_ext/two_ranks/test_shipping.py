@@ -173,8 +173,8 @@ def test_what_little_is_missing_of_sequences_goes_together() -> None:
     assert not server.shipping.lacks_little(server.begin(0), 3)  # it has to begin
     together = list(zip(begun, lengths, strict=True))
     assert all(server.shipping.lacks_little(*one) for one in together)
-    server.shipping.complete(together)
+    server.shipping.ship_rest(together)
     assert server.cache_rank.shipments == [2, 2]
     assert [sequence.shipped for sequence in begun] == lengths
-    server.shipping.complete([])
+    server.shipping.ship_rest([])
     assert server.cache_rank.shipments == [2, 2]
