@@ -31,9 +31,12 @@ from cache_rank.channels.transport import (
 if TYPE_CHECKING:
     from nccl.core import Communicator
 
-_MAX_CHANNELS = "2"
-"""NCCL may use so many of its channels. A receive that waits occupies as many multiprocessors, and
-the forward pass feels it: kernels of a program for each multiprocessor then take two turns."""
+_MAX_CTAS = {"up": 2, "down": 2, "bulk": 16}
+"""NCCL may run so many programs on a channel, and runs half of them for a transfer one way.
+
+One that waits occupies a multiprocessor, and kernels with a program for each multiprocessor then
+take two turns. What is large, and what a verification waits for, goes by the bulk channel.
+"""
 
 
 def prepare_environment(environment: MutableMapping[str, str], address: str) -> None:
@@ -41,11 +44,7 @@ def prepare_environment(environment: MutableMapping[str, str], address: str) -> 
 
     This must happen before the first communicator is made, and before CUDA starts.
     """
-    defaults = {
-        "NCCL_CUMEM_ENABLE": "0",
-        "NCCL_NVLS_ENABLE": "0",
-        "NCCL_MAX_P2P_NCHANNELS": _MAX_CHANNELS,
-    }
+    defaults = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     if address in ("127.0.0.1", "localhost", "::1"):
         defaults["NCCL_SOCKET_IFNAME"] = "lo"
     for name, value in defaults.items():
@@ -103,15 +102,17 @@ class NcclChannel:
 
     def _form(self, rendezvous: bytes, rank: int, timeout: float) -> Communicator:
         """Meet the peer, on a thread: NCCL waits for it without a deadline."""
-        from nccl.core import Communicator, UniqueId
+        from nccl.core import Communicator, NCCLConfig, UniqueId
 
+        config = NCCLConfig(max_ctas=_MAX_CTAS[self.name])
         formed: list[Communicator] = []
         failures: list[Exception] = []
 
         def form() -> None:
             try:
                 torch.cuda.set_device(self._device)
-                formed.append(Communicator.init(2, rank, UniqueId.from_bytes(rendezvous)))
+                meeting = UniqueId.from_bytes(rendezvous)
+                formed.append(Communicator.init(2, rank, meeting, config))
             except Exception as error:
                 failures.append(error)
 
