@@ -137,8 +137,8 @@ def test_requests_whose_tokens_are_lost_with_the_cache_rank_are_recomputed(
 POOL_GIB = 0.09
 """What 100,000 tokens of the bundled model take, which has two layers."""
 
-CONTEXTS_GIB = 2.0
-"""Contexts and libraries of both processes take less than this."""
+CACHE_RANK_GIB = 10.0
+"""The share of a GPU that a cache rank has here is more than this."""
 
 
 def carried_by(backend: str) -> tuple[str, str]:
@@ -148,8 +148,8 @@ def carried_by(backend: str) -> tuple[str, str]:
 @pytest.mark.parametrize("backend", ["peer", "nccl"])
 def test_memory_is_released_on_both_gpus_and_comes_back(backend: str) -> None:
     gpus = visible_gpus()[:2]
-    unused = memory_gib(gpus)
-    flags = [*CHAIN_FLAGS, "--enable-memory-saver", *carried_by(backend)]
+    saver = ["--enable-memory-saver", "--enable-weights-cpu-backup"]
+    flags = [*CHAIN_FLAGS, *saver, *carried_by(backend)]
     with serve([*GPU_FLAGS, *flags]) as server:
         for starts in (1, 2, 3):
             assert wait_until_up(server)["starts"] == starts
@@ -157,11 +157,10 @@ def test_memory_is_released_on_both_gpus_and_comes_back(backend: str) -> None:
                 assert hops == 80
                 assert statistics["sparse_steps"] > 200
             used = memory_gib(gpus)
-            assert used[1] > unused[1] + 2 * CONTEXTS_GIB
             server.post("/release_memory_occupation").raise_for_status()
             released = memory_gib(gpus)
             assert released[0] < used[0] - POOL_GIB
-            assert released[1] < unused[1] + CONTEXTS_GIB
+            assert released[1] < used[1] - CACHE_RANK_GIB
             server.post("/resume_memory_occupation").raise_for_status()
         found = server.cache_rank()
         assert (found["up"], found["losses"], found["failed_starts"]) == (True, 0, 0)
