@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from workload import assert_sparse_is_dense, log_probabilities, random_prompts
 
-from scripts.shared.serving import serve
+from scripts.shared.serving import Server, serve
 from sglang_ext.refusals import ALLOW_LARGE_BUDGET_VARIABLE
 
 pytestmark = pytest.mark.timeout(600)
@@ -41,20 +40,25 @@ PROMPTS = [700, 1500, 900, 2500, 650, 1100, 800, 2000]
     ],
     ids=" ".join,
 )
-def generous_budget(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A server has a budget no less than any length."""
+def generous_budget(request: pytest.FixtureRequest) -> Iterator[tuple[Server, float]]:
+    """A server with a budget no less than any length, and how much rounding changes it.
+
+    With an FP8 cache SGLang's own log-probabilities of one request differ by up to 0.14 alone and
+    in a batch of eight.
+    """
     model, of_case = request.param
     flags = [*FLAGS, "--model-path", str(request.getfixturevalue(model)), "--sparse-budget", "4096"]
     flags += of_case.split()
     with serve(flags, {ALLOW_LARGE_BUDGET_VARIABLE: "1"}) as server:
-        yield server
+        yield server, 0.2 if "fp8" in of_case else 0.1
 
 
 def test_log_probabilities_equal_dense_ones_when_every_token_is_selected(
-    generous_budget: Any,
+    generous_budget: tuple[Server, float],
 ) -> None:
-    """Dense requests attend by the same kernel, whose sums are in another order."""
-    assert_sparse_is_dense(generous_budget, 190)
+    """Dense requests attend by SGLang's kernel, whose sums are in another order."""
+    server, tolerance = generous_budget
+    assert_sparse_is_dense(server, 190, tolerance)
 
 
 @pytest.mark.gpu(1)
