@@ -308,6 +308,11 @@ class CodedKVReceiver(CommonKVReceiver):
             self._use(arrival, arrival.metadata, is_whole=how == "here")
         return KVPoll.Transferring if self.conclude_state is None else self.conclude_state
 
+    def take_in(self) -> None:
+        """Put what has come into its rows, and nothing else: generation is paused."""
+        if self.conclude_state is None and self._arrival is not None:
+            self._arrival.poll()
+
     def _use(self, arrival: Arrival, metadata: bytes, is_whole: bool) -> None:
         """Stream the first token, draft if all tokens can be read, and verify when all is there."""
         manager, drafting = self.kv_mgr, self.drafting

@@ -102,6 +102,14 @@ def after_resuming(resumed: list[Any], queue: Any, *_: Any, **__: Any) -> None:
             waiting.kv_receiver.poll()
 
 
+def take_in_while_paused(_: None, scheduler: Any, *__: Any, **___: Any) -> None:
+    """Let prompts go on to arrive while generation is paused, when SGLang does not ask for them."""
+    queue = scheduler.disagg_decode_prealloc_queue
+    if scheduler._engine_paused and queue is not None and queue.transfer_backend.value == TRANSFERS:
+        for waiting in scheduler.disagg_decode_transfer_queue.queue:
+            waiting.kv_receiver.take_in()
+
+
 def keep_retracted(original: Callable[..., None], request: Any, *args: Any, **kwargs: Any) -> None:
     """Copy a request that is retracted to the host, unless the pool has not all of it any more."""
     request.cache_rank_kv_is_gone = _has_left_the_pool(request)
@@ -173,6 +181,12 @@ TRANSFER_HOOKS = (
         HookType.AFTER,
         after_resuming,
         "K and V come back from the host to other rows",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.process_input_requests",
+        HookType.AFTER,
+        take_in_while_paused,
+        "nothing else is called while generation is paused",
     ),
     Hook(
         f"{_ARRIVING}.pop_transferred",

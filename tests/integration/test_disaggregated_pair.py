@@ -6,7 +6,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -225,31 +225,56 @@ def test_a_prompt_goes_on_as_the_codes_in_which_it_comes(
         wait_until_nothing_is_left(decode)
 
 
-def test_a_prompt_may_end_or_lose_its_cache_rank_while_it_comes(
-    servers: Servers, plain_server: Server, random_model: Callable[..., Path]
-) -> None:
+@pytest.fixture(scope="module")
+def slow_prefill(servers: Servers, random_model: Callable[..., Path]) -> Iterator[Half]:
     flags = [*PLAIN, "--model-path", str(random_model()), "--skip-tokenizer-init", *CHUNKS]
-    (prompt,), full = random_prompts([1500], seed=4), servers.full
-    with running(Half("prefill", flags, SLOW)) as prefill, ThreadPoolExecutor(1) as pool:
+    with running(Half("prefill", flags, SLOW)) as prefill:
+        yield prefill
 
-        def come_in_part() -> Any:
-            before = full.cache_rank()["bulk_bytes"]
-            asked = pool.submit(ask_both, prefill, full, [prompt], 40)
-            wait_until(lambda: full.cache_rank()["bulk_bytes"] > before, 20)
-            assert full.cache_rank()["sparse_requests"] == 0
-            return asked
 
-        asked = come_in_part()
-        for half in (full, prefill):
+@contextlib.contextmanager
+def coming_in_part(prefill: Half, decode: Half, prompt: list[int]) -> Iterator[Future[Any]]:
+    """Ask for an answer; some pages of its prompt have come."""
+    before = decode.cache_rank()["bulk_bytes"]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_both, prefill, decode, [prompt], 40, return_logprob=True)
+        wait_until(lambda: decode.cache_rank()["bulk_bytes"] > before, 20)
+        assert decode.cache_rank()["sparse_requests"] == 0
+        yield asked
+
+
+def test_a_prompt_may_end_or_lose_its_cache_rank_while_it_comes(
+    servers: Servers, plain_server: Server, slow_prefill: Half
+) -> None:
+    (prompt,), full = random_prompts([950], seed=4), servers.full
+    with coming_in_part(slow_prefill, full, prompt) as asked:
+        for half in (full, slow_prefill):
             half.post("/abort_request", {"abort_all": True})
         with pytest.raises((ServerError, AssertionError)):
             asked.result(20)
-        wait_until_nothing_is_left(full)
-        losses, asked = full.cache_rank()["losses"], come_in_part()
+    wait_until_nothing_is_left(full)
+    losses = full.cache_rank()["losses"]
+    with coming_in_part(slow_prefill, full, prompt) as asked:
         full.signal_cache_rank(signal.SIGKILL)
-        (answer,) = asked.result(30)
-    assert answer["output_ids"] == plain_server.generate_all([prompt], 40)[0]["output_ids"]
+        answers = asked.result(30)
+    assert_same_answers(answers, plain_server.generate_all([prompt], 40, return_logprob=True))
     assert full.cache_rank()["losses"] == losses + 1
+    wait_until_nothing_is_left(full)
+
+
+def test_a_prompt_goes_on_to_come_while_generation_is_paused(
+    servers: Servers, plain_server: Server, slow_prefill: Half
+) -> None:
+    (prompt,), full = random_prompts([950], seed=5), servers.full
+    with coming_in_part(slow_prefill, full, prompt) as asked:
+        full.post("/pause_generation", {"mode": "in_place"}).raise_for_status()
+        before = full.cache_rank()["bulk_bytes"]
+        try:
+            wait_until(lambda: full.cache_rank()["bulk_bytes"] > before, 20)
+        finally:
+            full.post("/continue_generation", {}).raise_for_status()
+        answers = asked.result(30)
+    assert_same_answers(answers, plain_server.generate_all([prompt], 40, return_logprob=True))
     wait_until_nothing_is_left(full)
 
 

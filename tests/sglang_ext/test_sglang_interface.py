@@ -83,6 +83,7 @@ HOOKED_PARAMETERS = {
     "choose_codes": "self req",
     "note_request": "",
     "after_resuming": "self",
+    "take_in_while_paused": "self recv_reqs",
     "draft": "self",
     "commit_drafts": "self decode_req",
 }
@@ -207,9 +208,9 @@ ATTRIBUTES = {
         "batch_is_full forward_mode is_empty reqs seq_lens_cpu"
     ),
     "managers.scheduler.Scheduler": (
-        "batch_result_processor enable_overlap forward_stream model_config output_streamer "
-        "running_batch server_args spec_algorithm tp_worker waiting_queue req_to_token_pool "
-        "token_to_kv_pool_allocator tree_cache"
+        "_engine_paused batch_result_processor disagg_decode_prealloc_queue enable_overlap "
+        "forward_stream model_config output_streamer running_batch server_args spec_algorithm "
+        "tp_worker waiting_queue req_to_token_pool token_to_kv_pool_allocator tree_cache"
     ),
     "managers.io_struct.ReleaseMemoryOccupationReqInput": "tags",
     "managers.io_struct.UpdateWeightFromDiskReqInput": "recapture_cuda_graph",
