@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from nccl.core import Communicator
 
 _MAX_CTAS = {"up": 2, "down": 2, "bulk": 16}
-"""NCCL may run so many programs on a channel, and runs half of them for a transfer one way.
+"""The most programs of NCCL on each channel; a transfer runs half as many.
 
-One that waits occupies a multiprocessor, and kernels with a program for each multiprocessor then
-take two turns. What is large, and what a verification waits for, goes by the bulk channel.
+A transfer that waits occupies a multiprocessor with each of them, and a kernel with a program for
+every multiprocessor then takes two turns. So only the bulk channel, which carries prompts and what
+verifications wait for, has many.
 """
 
 
