@@ -17,6 +17,7 @@ from wired_rank import LONG, SETTINGS, InferenceRank
 from cache_rank.channels.transport import TransportError
 from cache_rank.protocol import Report, Row, Step
 from sglang_ext.two_ranks.exchange.connection import CacheRankDownError, Connection
+from sglang_ext.two_ranks.supervisor import Supervisor
 
 
 def test_the_process_exits_when_its_standard_input_closes() -> None:
@@ -102,6 +103,13 @@ def assert_serves(rank: InferenceRank, connection: Connection) -> None:
     rank.end(request)
 
 
+def spawned_after(before: Connection, supervisor: Supervisor) -> Connection:
+    """Wait until a cache rank has been spawned after another one, and return it."""
+    wait_until(lambda: supervisor._spawned not in (None, before), LONG)
+    assert supervisor._spawned is not None
+    return supervisor._spawned
+
+
 @pytest.mark.xdist_group("fragile cache rank")
 def test_a_released_process_is_no_loss_and_the_next_one_opens_on_resume(
     fragile: InferenceRank,
@@ -119,16 +127,14 @@ def test_a_released_process_is_no_loss_and_the_next_one_opens_on_resume(
         os.kill(ended.process.pid, 0)  # at once: its memory is wanted
     assert supervisor.connection is None
     wait_until(lambda: fragile.reports.downs == downs + 1, LONG)
-    wait_until(lambda: supervisor._spawned not in (None, ended), LONG)
+    waiting = spawned_after(ended, supervisor)
     time.sleep(SILENCE_SECONDS)
     assert supervisor.connection is None  # the next one waits, however long
     assert (supervisor.starts, supervisor.losses, supervisor.failed_starts) == counts
 
-    waiting = supervisor._spawned
-    assert waiting is not None
     os.kill(waiting.process.pid, signal.SIGKILL)
     wait_until(lambda: supervisor.failed_starts == counts[2] + 1, LONG)
-    wait_until(lambda: supervisor._spawned not in (None, waiting), LONG)
+    spawned_after(waiting, supervisor)
 
     supervisor.resume()
     supervisor.resume()
@@ -147,9 +153,7 @@ def test_a_process_that_is_released_while_it_opens_does_not_come_up(
     lost = supervisor.connection
     assert lost is not None
     supervisor.fail(lost, "a test")
-    wait_until(lambda: supervisor._spawned not in (None, lost), LONG)
-    opening = supervisor._spawned
-    assert opening is not None
+    opening = spawned_after(lost, supervisor)
     supervisor.release()
     with pytest.raises(ProcessLookupError):
         os.kill(opening.process.pid, 0)
