@@ -41,10 +41,9 @@ PROMPTS = [700, 1500, 900, 2500, 650, 1100, 800, 2000]
     ids=" ".join,
 )
 def generous_budget(request: pytest.FixtureRequest) -> Iterator[tuple[Server, float]]:
-    """A server with a budget no less than any length, and how much rounding changes it.
+    """A server with a budget no less than any length, and how far rounding moves log-probabilities.
 
-    With an FP8 cache SGLang's own log-probabilities of one request differ by up to 0.14 alone and
-    in a batch of eight.
+    With an FP8 cache, those of SGLang's dense steps move by up to 0.14 in a batch of eight.
     """
     model, of_case = request.param
     flags = [*FLAGS, "--model-path", str(request.getfixturevalue(model)), "--sparse-budget", "4096"]

@@ -128,7 +128,7 @@ def assert_sparse_is_dense(server: Server, least_sparse_steps: int, tolerance: f
         assert found["meta_info"]["cache_rank"]["sparse_steps"] > least_sparse_steps
         assert expected["meta_info"]["cache_rank"]["sparse_steps"] == 0
         compared += same_but_for_rounding(found, expected, tolerance)
-    assert compared > 120
+    assert compared > 200
 
 
 def same_but_for_rounding(found: Any, expected: Any, tolerance: float = 0.1) -> int:
